@@ -1,0 +1,1 @@
+"""The judge: two Stacks in, one Verdict out."""

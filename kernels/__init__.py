@@ -1,0 +1,1 @@
+"""Kernels that are profiled, verified and measured in the engine (no learner yet)."""

@@ -1,0 +1,1 @@
+"""Persistent compressed KV memory through LMCache (no learner yet)."""

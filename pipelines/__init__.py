@@ -1,0 +1,1 @@
+"""The loop, its schedule, the registry, the command line and the report."""

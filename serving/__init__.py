@@ -1,0 +1,1 @@
+"""Stacks, traces, capture, replicas, fleet, gateway and rollout."""

@@ -1,0 +1,306 @@
+"""Traces: one record a request, kept as Parquet that pyarrow, `datasets` and Ray Data read.
+
+A `TraceStore` is the growing folder that capture writes into; a `TraceSet` is an immutable
+selection from it, which learners and evals take. Files appear by rename, so a reader never
+sees half of one; a file that is torn all the same is set aside and named, not fatal.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from strop.serving.home import sync_folder, write_atomic
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of the model."""
+
+    index: int
+    token_ids: list[int]
+    """Every token the engine produced, the end-of-turn token included."""
+    text: str
+    finish_reason: str | None
+    tool_calls: str | None = None
+    """The parsed tool calls as JSON, if the answer had any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Per-request statistics of speculative decoding, as vLLM counts them."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    accepted_by_position: list[int]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per target step, the bonus token included."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One request as it was served. Times are in seconds, measured inside the server."""
+
+    request_id: str
+    started_at: datetime
+    """When the request arrived, UTC."""
+    tenant: str
+    session: str
+    stack: str
+    """Fingerprint of the Stack that served it."""
+    endpoint: str
+    """`chat` or `completions`."""
+    stream: bool
+    model: str
+    sampling: str
+    """JSON of temperature, top_p, max_tokens, seed, stop and the like."""
+    format: str | None
+    """JSON of tools, tool_choice and response_format."""
+    messages: str
+    """JSON of the chat messages, or of the text prompt."""
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    status: int
+    """HTTP status of the answer; 499 where the client went away."""
+    error: str | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    inter_token_s: list[float] = field(default_factory=list)
+    """Gaps between successive chunks of a stream; empty for answers that came whole."""
+    cached_tokens: int | None = None
+    speculation: Speculation | None = None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Token ids of the first choice; empty if the request failed."""
+        return self.choices[0].token_ids if self.choices else []
+
+    def to_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> "Trace":
+        known = {f.name: row.get(f.name) for f in fields(cls) if f.name in row}
+        known["choices"] = [Choice(**choice) for choice in row.get("choices") or []]
+        known["inter_token_s"] = row.get("inter_token_s") or []
+        speculation = row.get("speculation")
+        known["speculation"] = Speculation(**speculation) if speculation else None
+        if isinstance(known["started_at"], str):
+            known["started_at"] = datetime.fromisoformat(known["started_at"])
+        return cls(**known)
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field("request_id", pa.string(), nullable=False),
+        pa.field("started_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("tenant", pa.string(), nullable=False),
+        pa.field("session", pa.string(), nullable=False),
+        pa.field("stack", pa.string(), nullable=False),
+        pa.field("endpoint", pa.string(), nullable=False),
+        pa.field("stream", pa.bool_(), nullable=False),
+        pa.field("model", pa.string()),
+        pa.field("sampling", pa.string()),
+        pa.field("format", pa.string()),
+        pa.field("messages", pa.string()),
+        pa.field("prompt_token_ids", pa.list_(pa.int32())),
+        pa.field(
+            "choices",
+            pa.list_(
+                pa.struct(
+                    [
+                        pa.field("index", pa.int32()),
+                        pa.field("token_ids", pa.list_(pa.int32())),
+                        pa.field("text", pa.string()),
+                        pa.field("finish_reason", pa.string()),
+                        pa.field("tool_calls", pa.string()),
+                    ]
+                )
+            ),
+        ),
+        pa.field("status", pa.int32()),
+        pa.field("error", pa.string()),
+        pa.field("queue_s", pa.float64()),
+        pa.field("ttft_s", pa.float64()),
+        pa.field("e2e_s", pa.float64()),
+        pa.field("inter_token_s", pa.list_(pa.float32())),
+        pa.field("cached_tokens", pa.int32()),
+        pa.field(
+            "speculation",
+            pa.struct(
+                [
+                    pa.field("steps", pa.int32()),
+                    pa.field("drafted", pa.int32()),
+                    pa.field("accepted", pa.int32()),
+                    pa.field("accepted_by_position", pa.list_(pa.int32())),
+                ]
+            ),
+        ),
+    ],
+    metadata={"strop.traces": "1"},
+)
+
+
+class TraceError(ValueError):
+    """Traces that cannot be read or a selection that makes no sense; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSet:
+    """An immutable selection of traces: a folder of Parquet files that nobody writes to any more."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path, traces: Iterable[Trace]) -> "TraceSet":
+        """Materialise a selection. A folder that exists is taken as finished, since it appeared by rename."""
+        if not folder.is_dir():
+            temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+            temporary.mkdir(parents=True)
+            for number, batch in enumerate(_batches(traces, 1024)):
+                write_parquet(temporary / f"part-{number:05d}.parquet", batch)
+            temporary.rename(folder)
+            sync_folder(folder.parent)
+        return cls(folder)
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.parquet"))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the request ids in order: equal for equal selections."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            for request_id in pq.read_table(file, columns=["request_id"]).column(0).to_pylist():
+                digest.update(request_id.encode() + b"\n")
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return sum(pq.read_metadata(file).num_rows for file in self.files)
+
+    def __iter__(self) -> Iterator[Trace]:
+        for file in self.files:
+            yield from read_parquet(file)
+
+    def to_dataset(self) -> Any:
+        """The same rows as a `datasets.Dataset`."""
+        import datasets
+
+        return datasets.Dataset.from_parquet([str(f) for f in self.files])
+
+    def to_ray(self) -> Any:
+        """The same rows as a Ray Data dataset (Ray must be initialised)."""
+        import ray.data
+
+        return ray.data.read_parquet([str(f) for f in self.files])
+
+
+class TraceStore:
+    """The folder capture writes into: `day=YYYY-MM-DD/stack_id=<16 hex>/*.parquet`, `journal/`, `quarantine/`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def append(self, traces: list[Trace]) -> list[Path]:
+        """Write one Parquet file for each day and Stack among `traces`; returns the new files."""
+        groups: dict[tuple[str, str], list[Trace]] = {}
+        for trace in traces:
+            day = trace.started_at.astimezone(UTC).strftime("%Y-%m-%d")
+            groups.setdefault((day, trace.stack[:16] or "unknown"), []).append(trace)
+        written = []
+        for (day, stack_id), group in groups.items():
+            path = self.root / f"day={day}" / f"stack_id={stack_id}" / f"{group[0].started_at:%H%M%S}-{uuid.uuid4().hex}.parquet"
+            write_parquet(path, group)
+            written.append(path)
+        return written
+
+    def files(self) -> list[Path]:
+        return sorted(self.root.glob("day=*/stack_id=*/*.parquet"))
+
+    def scan(
+        self,
+        where: Callable[[Trace], bool] = lambda _: True,
+        on_bad_file: Callable[[Path, str], None] = lambda *_: None,
+    ) -> Iterator[Trace]:
+        """All traces for which `where` holds, in order of file time.
+
+        A file that cannot be read is moved to `quarantine/` and reported through `on_bad_file`.
+        """
+        for path in self.files():
+            try:
+                traces = list(read_parquet(path))
+            except TraceError as error:
+                self._set_aside(path)
+                on_bad_file(path, str(error))
+                continue
+            yield from (trace for trace in traces if where(trace))
+
+    def _set_aside(self, path: Path) -> None:
+        quarantine = self.root / "quarantine"
+        quarantine.mkdir(exist_ok=True)
+        path.rename(quarantine / path.name)
+
+
+def write_parquet(path: Path, traces: list[Trace]) -> None:
+    """Write traces so that the file is whole or absent."""
+    table = pa.Table.from_pylist([t.to_row() for t in traces], schema=SCHEMA)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+def read_parquet(path: Path) -> Iterator[Trace]:
+    """Traces of one file. Raises TraceError if it is torn or holds something else."""
+    try:
+        rows = pq.read_table(path, partitioning=None).to_pylist()
+        yield from (Trace.from_row(row) for row in rows)
+    except (pa.ArrowInvalid, OSError, TypeError, KeyError) as error:
+        raise TraceError(f"{path} is not a readable trace file: {str(error).splitlines()[0]}") from None
+
+
+def split_by_session(traces: Iterable[Trace], heldout_share: float = 0.2) -> tuple[list[Trace], list[Trace]]:
+    """Train and a newer held-out part that share no session.
+
+    Sessions are ordered by their first request; the newest `heldout_share` of them are held out.
+    """
+    sessions: dict[tuple[str, str], list[Trace]] = {}
+    for trace in traces:
+        sessions.setdefault((trace.tenant, trace.session), []).append(trace)
+    ordered = sorted(sessions.values(), key=lambda group: min(t.started_at for t in group))
+    cut = len(ordered) - round(len(ordered) * heldout_share)
+    train, heldout = ordered[:cut], ordered[cut:]
+    return [t for group in train for t in group], [t for group in heldout for t in group]
+
+
+def to_jsonable(trace: Trace) -> dict[str, Any]:
+    """A trace as plain JSON types, the times in ISO 8601."""
+    row = trace.to_row()
+    row["started_at"] = trace.started_at.isoformat()
+    for name in ("sampling", "format", "messages"):
+        row[name] = json.loads(row[name]) if row[name] else None
+    return row
+
+
+def _batches(items: Iterable[Trace], size: int) -> Iterator[list[Trace]]:
+    batch: list[Trace] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""Learners of draft models for speculative decoding."""

@@ -1,0 +1,1 @@
+"""Quantisation-aware distillation and post-training from traces (no learner yet)."""
