@@ -1,0 +1,1 @@
+"""The subcommands of `strop`, one file each."""
