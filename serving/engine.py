@@ -1,0 +1,91 @@
+"""How a Stack becomes a running vLLM server: its command line and its environment."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from strop.serving.stack import Stack
+
+CAPTURE = "strop.serving.capture.Capture"
+
+
+def engine_command(stack: Stack, host: str, port: int, capture: bool = True) -> list[str]:
+    """Command line of `python -m vllm.entrypoints.openai.api_server` for one replica of `stack`.
+
+    The `vllm` command is not used: the CPU build installs it under another distribution name,
+    and it then refuses to run.
+    """
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments: dict[str, object] = {
+        "host": host,
+        "port": port,
+        "model": stack.model.location,
+        "served-model-name": stack.served_model,
+        "dtype": stack.engine.dtype,
+        "tensor-parallel-size": stack.topology.tensor_parallel,
+        "pipeline-parallel-size": stack.topology.pipeline_parallel,
+        "enable-prompt-tokens-details": True,
+        "enable-per-request-metrics": True,
+        "shutdown-timeout": 20,
+        "generation-config": "vllm",
+        **stack.engine.args,
+    }
+    if stack.speculator:
+        speculation: dict[str, object] = {
+            "method": stack.speculator.method,
+            "num_speculative_tokens": stack.speculator.draft_tokens,
+        }
+        if stack.speculator.weights:
+            speculation["model"] = stack.speculator.weights.location
+        arguments["speculative-config"] = json.dumps(speculation)
+        arguments["per-request-spec-decode-metrics"] = "summary"
+    if capture:
+        arguments["middleware"] = CAPTURE
+    for name, value in arguments.items():
+        if value is True:
+            command.append(f"--{name}")
+        elif value is not None and value is not False:
+            command += [f"--{name}", str(value)]
+    return command
+
+
+def engine_environment(stack: Stack, kv_cache_gib: float, cores: list[int], capture: dict[str, object] | None) -> dict[str, str]:
+    """Environment of one replica, to be added to the parent's.
+
+    `cores` are the CPU cores its compute threads are bound to (ignored on GPUs); `capture` is
+    the configuration of the capture middleware.
+    """
+    env = {"VLLM_PLUGINS": ""}
+    if capture is not None:
+        env["STROP_CAPTURE"] = json.dumps(capture)
+    if stack.hardware.device == "cpu":
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            # Threads of a waiting replica must not spin on the cores of the one that works.
+            "KMP_BLOCKTIME": "1",
+        }
+        preload = [str(path) for path in (_tcmalloc(), _intel_openmp()) if path]
+        if preload:
+            env["LD_PRELOAD"] = ":".join(preload)
+    return env
+
+
+def cores_of_replica(index: int, replicas: int) -> list[int]:
+    """The share of this process's cores that replica `index` of `replicas` computes on."""
+    cores = sorted(os.sched_getaffinity(0))
+    if replicas >= len(cores):
+        return [cores[index % len(cores)]]
+    return cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas]
+
+
+def _tcmalloc() -> Path | None:
+    folders = (Path("/usr/lib"), Path("/usr/lib64"), *Path("/usr/lib").glob("*-linux-gnu"))
+    names = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+    return next((f / n for f in folders for n in names if (f / n).is_file()), None)
+
+
+def _intel_openmp() -> Path | None:
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return library if library.is_file() else None

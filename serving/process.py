@@ -1,0 +1,120 @@
+"""Child processes that never outlive the process that started them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+# No process of ours may wait for a network that is not there, or report home.
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+class ProcessError(RuntimeError):
+    """A server that did not start or ended early; the message quotes its last words."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A supervised command and its log file."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @classmethod
+    def start(
+        cls, name: str, command: list[str], log: Path, env: dict[str, str] | None = None, grace_s: float = 30
+    ) -> "Child":
+        """Start `command` with `env` added to ours. Raises OSError if it cannot be executed."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        supervisor = str(Path(__file__).with_name("supervise.py"))
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor, str(grace_s), *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env={**os.environ, **OFFLINE, "PYTHONSAFEPATH": "1", **(env or {})},
+                # A Ctrl-C in the terminal is for the one who started us; it will tell us.
+                start_new_session=True,
+            )
+        return cls(name, process, log)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the command and everything it started."""
+        total = 0
+        try:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                try:
+                    total += child.memory_info().rss
+                except psutil.Error:
+                    continue
+        except psutil.Error:
+            return 0
+        return total
+
+    def stop(self) -> None:
+        """SIGTERM, the grace period, then SIGKILL for the whole group. Returns when all is over."""
+        if self.alive:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+
+    def wait_until_answers(self, url: str, timeout_s: float) -> float:
+        """Wait for HTTP 200 at `url`; returns the seconds it took. Raises ProcessError."""
+        started = time.monotonic()
+        while (waited := time.monotonic() - started) < timeout_s:
+            if not self.alive:
+                raise ProcessError(f"{self.name} ended before it answered. {self.last_words()}")
+            try:
+                if httpx.get(url, timeout=5).status_code == 200:
+                    return waited
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise ProcessError(f"{self.name} did not answer at {url} within {timeout_s:.0f} s. {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last error line of the log and where to read the rest."""
+        try:
+            tail = self.log.read_bytes()[-65536:].decode(errors="replace").splitlines()
+        except OSError:
+            tail = []
+        errors = [line.strip() for line in tail if "Error" in line or "error:" in line]
+        last = errors[-1] if errors else next((line.strip() for line in reversed(tail) if line.strip()), "")
+        return f"Its log ends: {last[-400:]!r} (all of it: {self.log})"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now; the caller binds it soon after."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+    return True
