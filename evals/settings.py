@@ -1,0 +1,26 @@
+"""The `evals:` section of strop.yaml."""
+
+from pydantic import Field
+
+from strop.serving.settings import Section
+
+
+class EvalSettings(Section):
+    max_requests: int = Field(default=48, ge=1)
+    """Held-out requests replayed to each Stack, in whole sessions."""
+    min_requests: int = Field(default=12, ge=2)
+    """Requests that both Stacks must have answered before anything is concluded, overall and for a slice."""
+    max_output_tokens: int = Field(default=256, ge=2)
+    """Cap on the output tokens of a replayed request; bounds how long judging takes."""
+    warmup_requests: int = Field(default=2, ge=0)
+    """Requests sent to each Stack beforehand and not counted."""
+    request_timeout_s: float = Field(default=300, gt=0)
+    """Longest time one replayed request may take before it counts as failed."""
+    bootstrap_samples: int = Field(default=2000, ge=200)
+    """Resamplings of the sessions behind each interval."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Coverage of the intervals."""
+    max_time_ratio: float = Field(default=1.0, gt=0, le=1)
+    """The whole interval of candidate time over champion time must lie below this; lower asks for a larger gain."""
+    seed: int = 0
+    """Seed of the resampling, and of sampled requests that were recorded without one."""
