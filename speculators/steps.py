@@ -1,0 +1,192 @@
+"""Training-time test: the draft runs its own drafting steps in parallel over recorded text.
+
+Anchor t is a position where the engine would start to draft: tokens t+1 and t+2 are outputs.
+Step j at anchor t sees the recorded token t+1+j and predicts token t+2+j.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.speculators.eagle3 import Eagle3Draft
+from strop.speculators.features import stored_positions
+from strop.speculators.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Several samples end to end. T: positions, N: anchors, J: draft steps, M: stored final states."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    aux_TA: Tensor
+    final_MH: Tensor
+    lengths: list[int]
+    """Tokens of each sample."""
+    anchor_counts: list[int]
+    anchors_N: Tensor
+    labels_NJ: Tensor
+    """Draft id of token t+2+j; -1 outside the draft vocabulary."""
+    final_NJ: Tensor
+    """Row of `final_MH` that predicts token t+2+j."""
+    valid_NJ: Tensor
+    """Whether tokens t+2 to t+2+j are all outputs of one turn."""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.valid_NJ[:, 0].sum())
+
+    def to(self, device: torch.device) -> "Batch":
+        moved = {n: getattr(self, n) for n in self.__slots__}
+        return Batch(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in moved.items()})
+
+
+def anchors_of(output_T: np.ndarray) -> np.ndarray:
+    """Positions where the engine drafts with a known continuation."""
+    return np.flatnonzero(output_T[1:-1] & output_T[2:])
+
+
+def make_batch(
+    samples: Sequence[Sample], features: Sequence[tuple[Tensor, Tensor]], draft_ids: np.ndarray, steps: int
+) -> Batch:
+    """Join samples and their (aux, final) features. Every sample needs at least one anchor."""
+    anchors, labels, rows, valid = [], [], [], []
+    offset = stored = 0
+    for sample in samples:
+        length, t = len(sample.tokens_T), anchors_of(sample.output_T)
+        predicted_NJ = t[:, None] + 2 + np.arange(steps)
+        inside_NJ = np.minimum(predicted_NJ, length - 1)
+        row_T = np.zeros(length, dtype=np.int64)
+        kept = stored_positions(sample.output_T)
+        row_T[kept] = np.arange(len(kept))
+        anchors.append(t + offset)
+        labels.append(draft_ids[sample.tokens_T[inside_NJ]])
+        rows.append(row_T[inside_NJ - 1] + stored)
+        valid.append(np.logical_and.accumulate((predicted_NJ < length) & sample.output_T[inside_NJ], axis=1))
+        offset, stored = offset + length, stored + len(kept)
+    lengths = [len(s.tokens_T) for s in samples]
+    return Batch(
+        tokens_T=torch.from_numpy(np.concatenate([s.tokens_T for s in samples])),
+        positions_T=torch.cat([torch.arange(n) for n in lengths]),
+        aux_TA=torch.cat([aux for aux, _ in features]),
+        final_MH=torch.cat([final for _, final in features]),
+        lengths=lengths,
+        anchor_counts=[len(a) for a in anchors],
+        anchors_N=torch.from_numpy(np.concatenate(anchors)),
+        labels_NJ=torch.from_numpy(np.concatenate(labels)),
+        final_NJ=torch.from_numpy(np.concatenate(rows)),
+        valid_NJ=torch.from_numpy(np.concatenate(valid)),
+    )
+
+
+def run_steps(draft: Eagle3Draft, batch: Batch) -> list[Tensor]:
+    """Draft logits [N, V] of every step, each step on the hidden state of the one before."""
+    next_T = torch.roll(batch.tokens_T, -1)
+    anchors, last = batch.anchors_N, len(batch.tokens_T) - 1
+    fused_TH = draft.fuse(batch.aux_TA.to(draft.fc.weight.dtype))
+    inputs_TI = draft.layer_inputs(next_T, fused_TH)
+    key_hTd, value_hTd = draft.keys_values(inputs_TI, batch.positions_T)
+    inputs_NI, hidden_NH = inputs_TI[anchors], fused_TH[anchors]
+    own: list[tuple[Tensor, Tensor]] = []
+    logits = []
+    for step in range(batch.labels_NJ.shape[1]):
+        positions_N = batch.positions_T[anchors] + step
+        if step:
+            inputs_NI = draft.layer_inputs(batch.tokens_T[(anchors + 1 + step).clamp(max=last)], hidden_NH)
+            own.append(draft.keys_values(inputs_NI, positions_N))
+        query_hNd = draft.queries(inputs_NI, positions_N)
+        attended_NA = _attend(query_hNd, key_hTd, value_hTd, own, batch)
+        step_logits, hidden_NH = draft.finish(attended_NA, hidden_NH)
+        logits.append(step_logits)
+    return logits
+
+
+def _attend(query_hNd: Tensor, key_hTd: Tensor, value_hTd: Tensor, own: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
+    """Attention of each anchor over the target-fed keys up to itself and its own keys of later steps."""
+    groups = query_hNd.shape[0] // key_hTd.shape[0]
+    scale = query_hNd.shape[-1] ** -0.5
+    queries = (query_hNd * scale).unflatten(0, (-1, groups)).split(batch.anchor_counts, dim=2)
+    keys, values = key_hTd.split(batch.lengths, dim=1), value_hTd.split(batch.lengths, dim=1)
+    places = batch.positions_T[batch.anchors_N].split(batch.anchor_counts)
+    outputs = []
+    start = 0
+    for query, key, value, place in zip(queries, keys, values, places, strict=True):
+        count, length = query.shape[2], key.shape[1]
+        hidden_from = torch.arange(length, device=place.device)[None] > place[:, None]
+        scores = [torch.einsum("kgnd,ktd->kgnt", query, key).float().masked_fill(hidden_from, float("-inf"))]
+        mine = [(k[:, start : start + count], v[:, start : start + count]) for k, v in own]
+        scores += [(query * k[:, None]).sum(-1, keepdim=True).float() for k, _ in mine]
+        weights = F.softmax(torch.cat(scores, dim=-1), dim=-1).to(value.dtype)
+        mixed = torch.einsum("kgnt,ktd->kgnd", weights[..., :length], value)
+        for i, (_, v) in enumerate(mine):
+            mixed = mixed + weights[..., length + i, None] * v[:, None]
+        outputs.append(mixed.flatten(0, 1).transpose(0, 1).flatten(1))
+        start += count
+    return torch.cat(outputs)
+
+
+def soft_targets(batch: Batch, head_rows_VH: Tensor) -> Tensor:
+    """Log-probabilities of the target over the draft vocabulary, [M, V], renormalised over it."""
+    return F.log_softmax(F.linear(batch.final_MH.to(head_rows_VH.dtype), head_rows_VH).float(), dim=-1)
+
+
+def distillation_loss(logits: list[Tensor], batch: Batch, target_MV: Tensor, step_weight: float) -> Tensor:
+    """Forward KL from the target to the draft, the mean over usable positions, step j by `step_weight`^j."""
+    total = target_MV.new_zeros(())
+    usable_NJ = batch.valid_NJ & (batch.labels_NJ >= 0)
+    for step, step_logits in enumerate(logits):
+        usable_N = usable_NJ[:, step]
+        want = target_MV[batch.final_NJ[usable_N, step]]
+        have = F.log_softmax(step_logits[usable_N].float(), dim=-1)
+        kl = F.kl_div(have, want, reduction="sum", log_target=True) / usable_N.sum().clamp(min=1)
+        total = total + step_weight**step * kl
+    return total / sum(step_weight**j for j in range(len(logits)))
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What the engine would have counted: steps of the target and accepted drafts by position."""
+
+    steps: int
+    accepted: tuple[int, ...]
+
+    @property
+    def by_position(self) -> list[float]:
+        """Accepted drafts of each position per drafting step."""
+        return [a / max(1, self.steps) for a in self.accepted]
+
+    @property
+    def length(self) -> float:
+        """Tokens per target step, the bonus token included."""
+        return 1 + sum(self.by_position)
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        return Acceptance(
+            self.steps + other.steps, tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True))
+        )
+
+
+def measure(logits: list[Tensor], batch: Batch) -> Acceptance:
+    """Replay greedy drafting over the recorded text, skipping from each anchor past what it accepts.
+
+    A drafted token is accepted where it equals the recorded one, which for sampled traffic is an
+    unbiased estimate of rejection sampling with greedy drafts.
+    """
+    hit_NJ = torch.stack([step.argmax(-1) for step in logits], dim=1) == batch.labels_NJ
+    chain_NJ = (hit_NJ & batch.valid_NJ).cumprod(dim=1)
+    runs = chain_NJ.sum(dim=1).tolist()
+    anchors = batch.anchors_N.tolist()
+    steps, accepted = 0, [0] * chain_NJ.shape[1]
+    until = -1
+    for anchor, run in zip(anchors, runs, strict=True):
+        if anchor < until:
+            continue
+        until = anchor + run + 1
+        steps += 1
+        for j in range(run):
+            accepted[j] += 1
+    return Acceptance(steps, tuple(accepted))
