@@ -1,7 +1,6 @@
 """The `evals:` section of strop.yaml."""
 
 from pydantic import Field
-
 from strop.serving.settings import Section
 
 
@@ -21,6 +20,6 @@ class EvalSettings(Section):
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Coverage of the intervals."""
     max_time_ratio: float = Field(default=1.0, gt=0, le=1)
-    """The whole interval of candidate time over champion time must lie below this; lower asks for a larger gain."""
+    """The whole interval of candidate over champion time must lie below this; lower asks for a larger gain."""
     seed: int = 0
     """Seed of the resampling, and of sampled requests that were recorded without one."""

@@ -1,0 +1,220 @@
+"""The judge: champion and candidate answer the same held-out requests, and one Verdict comes out."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import httpx
+from strop.evals.losslessness import compare_outputs
+from strop.evals.metrics import compare, same_lengths, samples
+from strop.evals.proposal import Progress
+from strop.evals.replay import Pair, Request, Server, play, select
+from strop.evals.settings import EvalSettings
+from strop.evals.verdict import Comparison, Gate, Losslessness, Verdict
+from strop.serving.stack import Stack
+from strop.serving.traces import Trace
+
+
+class JudgeError(RuntimeError):
+    """No judgement is possible, whatever the candidate is like; the message says why and what to do."""
+
+
+async def judge(
+    champion: Stack,
+    champion_url: str,
+    candidate: Stack,
+    candidate_url: str,
+    heldout: Iterable[Trace],
+    settings: EvalSettings,
+    progress: Progress,
+) -> Verdict:
+    """Replay held-out requests to both servers, one at a time, and judge the candidate.
+
+    Both servers must be quiet: nothing else may use their cores meanwhile. Raises JudgeError if there
+    is nothing to replay or the champion does not answer; a candidate that fails is a failed Verdict.
+    """
+    requests, warmup = select(heldout, settings)
+    if not requests:
+        raise JudgeError(
+            "No held-out trace can be replayed: none was answered with status 200 and holds a prompt."
+        )
+    here, there = Server(champion_url, champion.served_model), Server(candidate_url, candidate.served_model)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        progress(0.0, f"warming up both servers with {len(warmup)} requests")
+        async for _ in play(client, here, there, warmup, settings.request_timeout_s):
+            pass
+        pairs = await _measure(client, here, there, requests, settings, progress)
+        losslessness = None
+        if champion.numerics == candidate.numerics:
+            progress(0.95, "comparing outputs token by token")
+            greedy = await _greedy_copies(client, here, there, pairs, settings)
+            losslessness = await compare_outputs(client, here, champion.engine.dtype, [*pairs, *greedy])
+    comparisons = compare(pairs, settings)
+    gates = (
+        _enough_data(pairs, settings),
+        _no_new_errors(pairs),
+        _lossless(losslessness),
+        _faster(comparisons, pairs, settings),
+    )
+    progress(1.0, f"judged on {len(pairs)} requests")
+    return Verdict(
+        champion=champion.fingerprint,
+        candidate=candidate.fingerprint,
+        passed=all(gate.passed for gate in gates),
+        summary=_summary(gates, comparisons, losslessness, settings),
+        comparisons=comparisons,
+        losslessness=losslessness,
+        gates=gates,
+        samples=samples(pairs),
+    )
+
+
+def judge_blocking(
+    champion: Stack,
+    champion_url: str,
+    candidate: Stack,
+    candidate_url: str,
+    heldout: Iterable[Trace],
+    settings: EvalSettings,
+    progress: Progress,
+) -> Verdict:
+    """`judge`, for callers without an event loop."""
+    return asyncio.run(judge(champion, champion_url, candidate, candidate_url, heldout, settings, progress))
+
+
+async def _measure(
+    client: httpx.AsyncClient,
+    champion: Server,
+    candidate: Server,
+    requests: Sequence[Request],
+    settings: EvalSettings,
+    progress: Progress,
+) -> list[Pair]:
+    pairs: list[Pair] = []
+    async for pair in play(client, champion, candidate, requests, settings.request_timeout_s):
+        pairs.append(pair)
+        progress(
+            0.05 + 0.9 * len(pairs) / len(requests), f"{len(pairs)} of {len(requests)} requests replayed"
+        )
+        recent = pairs[-_GIVE_UP_AFTER:]
+        if len(recent) == _GIVE_UP_AFTER and all(p.champion.error for p in recent):
+            raise JudgeError(
+                f"The champion at {champion.url} failed {_GIVE_UP_AFTER} requests in a row "
+                f"({recent[-1].champion.error}). See its log; without a champion nothing can be compared."
+            )
+        if len(recent) == _GIVE_UP_AFTER and all(p.candidate.error for p in recent):
+            break
+    return pairs
+
+
+# A server that is gone would otherwise cost a time limit for every request left.
+_GIVE_UP_AFTER = 3
+
+
+async def _greedy_copies(
+    client: httpx.AsyncClient,
+    champion: Server,
+    candidate: Server,
+    pairs: Sequence[Pair],
+    settings: EvalSettings,
+) -> list[Pair]:
+    """Where most traffic is sampled, some of it again at temperature 0, so that losslessness is always tested."""
+    missing = _MIN_GREEDY - sum(pair.request.greedy for pair in pairs)
+    sampled = [pair.request.made_greedy() for pair in pairs if not pair.request.greedy and pair.answered]
+    copies = sampled[: max(0, missing)]
+    return [pair async for pair in play(client, champion, candidate, copies, settings.request_timeout_s)]
+
+
+_MIN_GREEDY = 8
+
+
+def _enough_data(pairs: Sequence[Pair], settings: EvalSettings) -> Gate:
+    answered = [pair for pair in pairs if pair.answered]
+    sessions = len({pair.request.session for pair in answered})
+    return Gate(
+        name="enough data",
+        passed=len(answered) >= settings.min_requests and sessions >= 2,
+        detail=f"Both answered {len(answered)} of {len(pairs)} requests from {sessions} sessions; "
+        f"{settings.min_requests} requests and 2 sessions are needed.",
+    )
+
+
+def _no_new_errors(pairs: Sequence[Pair]) -> Gate:
+    new = [pair for pair in pairs if pair.candidate.error and not pair.champion.error]
+    detail = "The candidate answered every request that the champion answered."
+    if new:
+        detail = (
+            f"The candidate failed {len(new)} of {len(pairs)} requests that the champion answered; "
+            f"first {new[0].request.request_id}: {new[0].candidate.error}"
+        )
+    return Gate(name="no new errors", passed=not new, detail=detail)
+
+
+def _lossless(losslessness: Losslessness | None) -> Gate:
+    if losslessness is None:
+        return Gate(
+            name="lossless",
+            passed=False,
+            detail="The candidate computes different logits, and token-by-token equality is the only "
+            "measure of quality the judge has.",
+        )
+    found = losslessness
+    return Gate(
+        name="lossless",
+        passed=found.requests > 0 and found.different == 0,
+        detail=f"Of {found.requests} greedy requests, {found.identical} gave the same tokens, {found.ties} parted "
+        f"at a numeric tie (gap up to {found.tie_bound:g} nats) and {found.different} gave other tokens.",
+    )
+
+
+def _faster(comparisons: Sequence[Comparison], pairs: Sequence[Pair], settings: EvalSettings) -> Gate:
+    """Clearly faster in one of the two times that users feel, and clearly slower in neither."""
+    names = {"inter_token_s": "seconds per output token", "e2e_s": "seconds per request"}
+    comparable = same_lengths(pairs)
+    if not comparable:
+        # A shorter answer is sooner done without being faster.
+        del names["e2e_s"]
+    times = [c for c in comparisons if c.slice == "all" and c.metric in names]
+    if not times:
+        return Gate(name="faster", passed=False, detail="No time could be compared.")
+    gained = any(c.ratio_high < settings.max_time_ratio for c in times)
+    lost = any(c.ratio_low > 1 for c in times)
+    found = ", ".join(
+        f"{names[c.metric]} {c.ratio:.3f} ({c.ratio_low:.3f} to {c.ratio_high:.3f})" for c in times
+    )
+    unequal = "" if comparable else " Answers differ in length, so that only the time per token counts."
+    return Gate(
+        name="faster",
+        passed=gained and not lost,
+        detail=f"Candidate over champion: {found}; one whole interval must lie below "
+        f"{settings.max_time_ratio:g} and none above 1.{unequal}",
+    )
+
+
+def _summary(
+    gates: Sequence[Gate],
+    comparisons: Sequence[Comparison],
+    losslessness: Losslessness | None,
+    settings: EvalSettings,
+) -> str:
+    by_name = {c.metric: c for c in comparisons if c.slice == "all"}
+    parts = []
+    if decode := by_name.get("decode_tokens_per_s"):
+        interval = (
+            f"{settings.confidence * 100:g} % interval {decode.ratio_low:.2f} to {decode.ratio_high:.2f}"
+        )
+        parts.append(
+            f"decodes {decode.ratio:.2f} times as fast ({interval}; {decode.champion:.1f} to "
+            f"{decode.candidate:.1f} tokens/s)"
+        )
+    if latency := by_name.get("e2e_s"):
+        parts.append(f"needs {latency.ratio:.2f} of the time per request over {latency.requests} requests")
+    if acceptance := by_name.get("acceptance_length"):
+        parts.append(f"accepts {acceptance.candidate:.2f} tokens a step")
+    if losslessness and losslessness.requests:
+        right = losslessness.identical + losslessness.ties
+        parts.append(f"says the same in {right} of {losslessness.requests} greedy requests")
+    found = ", ".join(parts) or "could not be measured"
+    failed = [gate.name for gate in gates if not gate.passed]
+    if failed:
+        return f"Refused, for the gate{'s'[: len(failed) - 1]} {', '.join(failed)}: the candidate {found}."
+    return f"Better: the candidate {found}."
