@@ -138,7 +138,8 @@ def _turns(rng: random.Random, module: Module, model: str, max_prompt_tokens: in
             function = _pick(rng, module)
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "edit" and not _editable(function):
-            function = rng.choice([other for other in module.others if _editable(other)])
+            editable = [other for other in module.others if _editable(other)]
+            function, kind = (rng.choice(editable), kind) if editable else (function, "docstring")
         asked, extra = _ask(rng, kind, module, function)
         if kind != "list" and function not in known:
             asked = f"{asked}\n```python\n{function.code}\n```"
