@@ -117,7 +117,7 @@ async def _greedy_copies(
     pairs: Sequence[Pair],
     settings: EvalSettings,
 ) -> list[Pair]:
-    """Where most traffic is sampled, some of it again at temperature 0, so that losslessness is always tested."""
+    """Some sampled requests again at temperature 0, where too few are greedy to test losslessness."""
     missing = _MIN_GREEDY - sum(pair.request.greedy for pair in pairs)
     sampled = [pair.request.made_greedy() for pair in pairs if not pair.request.greedy and pair.answered]
     copies = sampled[: max(0, missing)]
@@ -161,8 +161,8 @@ def _lossless(losslessness: Losslessness | None) -> Gate:
     return Gate(
         name="lossless",
         passed=found.requests > 0 and found.different == 0,
-        detail=f"Of {found.requests} greedy requests, {found.identical} gave the same tokens, {found.ties} parted "
-        f"at a numeric tie (gap up to {found.tie_bound:g} nats) and {found.different} gave other tokens.",
+        detail=f"Of {found.requests} greedy requests, {found.identical} gave the same tokens, {found.ties} "
+        f"parted at a numeric tie (gap up to {found.tie_bound:g} nats) and {found.different} gave other tokens.",
     )
 
 
@@ -216,5 +216,5 @@ def _summary(
     found = ", ".join(parts) or "could not be measured"
     failed = [gate.name for gate in gates if not gate.passed]
     if failed:
-        return f"Refused, for the gate{'s'[: len(failed) - 1]} {', '.join(failed)}: the candidate {found}."
+        return f"Refused (failed: {', '.join(failed)}): the candidate {found}."
     return f"Better: the candidate {found}."

@@ -1,4 +1,4 @@
-"""Whether a candidate says exactly what the champion says, up to the noise of the champion's own arithmetic."""
+"""Whether a candidate says exactly what the champion says, up to the noise of its own arithmetic."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -70,25 +70,18 @@ async def _difference(
 ) -> OutputDifference | None:
     here, there = pair.champion.token_ids, pair.candidate.token_ids
     if here is None or there is None:
-        same = (pair.champion.text, pair.champion.tool_calls) == (
-            pair.candidate.text,
-            pair.candidate.tool_calls,
-        )
-        return None if same else _unexplained(pair.request, 0, NO_TOKEN, NO_TOKEN)
+        return None if _same_text(pair) else _unexplained(pair.request, 0, NO_TOKEN, NO_TOKEN)
     position = first_difference(here, there)
     if position is None:
         return None
     if position == min(len(here), len(there)):
         # A stop string may end inside the tokens of one speculative step; the rest of the step is not said.
-        if (
-            pair.champion.finish_reason == pair.candidate.finish_reason
-            and pair.champion.text == pair.candidate.text
-        ):
+        if _same_text(pair) and pair.champion.finish_reason == pair.candidate.finish_reason:
             return None
         ended = [tokens[position] if position < len(tokens) else NO_TOKEN for tokens in (here, there)]
         return _unexplained(pair.request, position, *ended)
     gap = None
-    if pair.champion.prompt_token_ids:
+    if pair.champion.prompt_token_ids and pair.champion.prompt_token_ids == pair.candidate.prompt_token_ids:
         prefix = [*pair.champion.prompt_token_ids, *here[:position]]
         gap = await logprob_gap(client, champion, prefix, here[position], there[position], timeout_s)
     return OutputDifference(
@@ -101,14 +94,18 @@ async def _difference(
     )
 
 
-def _unexplained(
-    request: Request, position: int, champion_token: int, candidate_token: int
-) -> OutputDifference:
+def _same_text(pair: Pair) -> bool:
+    return pair.champion.text == pair.candidate.text and [
+        call["function"] for call in pair.champion.tool_calls
+    ] == [call["function"] for call in pair.candidate.tool_calls]
+
+
+def _unexplained(request: Request, position: int, token: int, other: int) -> OutputDifference:
     return OutputDifference(
         request_id=request.request_id,
         position=position,
-        champion_token=champion_token,
-        candidate_token=candidate_token,
+        champion_token=token,
+        candidate_token=other,
         logprob_gap=None,
         tie=False,
     )
@@ -178,19 +175,15 @@ async def outputs_agree(
     servers = Server(champion_url, champion.served_model), Server(candidate_url, candidate.served_model)
     async with httpx.AsyncClient(trust_env=False) as client:
         pairs = [pair async for pair in play(client, *servers, requests, timeout_s)]
-        same_numerics = champion.numerics == candidate.numerics
-        return Agreement(
-            errors=tuple(
-                f"{pair.request.request_id}: {pair.candidate.error}"
-                for pair in pairs
-                if pair.candidate.error and not pair.champion.error
-            ),
-            losslessness=(
-                await compare_outputs(client, servers[0], champion.engine.dtype, pairs)
-                if same_numerics
-                else None
-            ),
-        )
+        losslessness = None
+        if champion.numerics == candidate.numerics:
+            losslessness = await compare_outputs(client, servers[0], champion.engine.dtype, pairs)
+    errors = tuple(
+        f"{pair.request.request_id}: {pair.candidate.error}"
+        for pair in pairs
+        if pair.candidate.error and not pair.champion.error
+    )
+    return Agreement(errors, losslessness)
 
 
 def _greedy_requests(traces: Iterable[Trace]) -> Iterable[Request]:

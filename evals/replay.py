@@ -130,7 +130,7 @@ def select(heldout: Iterable[Trace], settings: EvalSettings) -> tuple[list[Reque
         by_kind.setdefault(session[0][1].kind, []).append(
             sorted(session, key=lambda turn: turn[0].started_at)
         )
-    counts = dict.fromkeys(by_kind, 0)
+    counts: dict[Kind, int] = dict.fromkeys(by_kind, 0)
     chosen: list[tuple[Trace, Request]] = []
     passed_over: list[list[tuple[Trace, Request]]] = []
     while waiting := [kind for kind, queue in by_kind.items() if queue]:

@@ -20,6 +20,6 @@ class EvalSettings(Section):
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Coverage of the intervals."""
     max_time_ratio: float = Field(default=1.0, gt=0, le=1)
-    """The whole interval of candidate over champion time must lie below this; lower asks for a larger gain."""
+    """The whole interval of candidate over champion time must lie below this; lower asks for more gain."""
     seed: int = 0
     """Seed of the resampling, and of sampled requests that were recorded without one."""
