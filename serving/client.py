@@ -110,7 +110,7 @@ def _with_usage(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _headers(session: str, request_id: str, tenant: str | None) -> dict[str, str]:
-    headers = {
+    headers = auth_headers() | {
         "Content-Type": "application/json",
         "X-Session-Id": quote(session, safe=_HEADER_SAFE),
         "X-Request-Id": quote(request_id, safe=_HEADER_SAFE),
@@ -118,9 +118,13 @@ def _headers(session: str, request_id: str, tenant: str | None) -> dict[str, str
     }
     if tenant is not None:
         headers["X-Strop-Tenant"] = quote(tenant, safe=_HEADER_SAFE)
-    if key := os.environ.get("STROP_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
     return headers
+
+
+def auth_headers() -> dict[str, str]:
+    """The bearer key of STROP_API_KEY, if it is set."""
+    key = os.environ.get("STROP_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 _HEADER_SAFE = "!#$&'()*+,/:;=?@[]^`{|}<> \""

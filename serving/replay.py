@@ -13,6 +13,7 @@ from strop.serving.sessions import Session
 MAX_OPEN_SESSIONS = 1024
 """Sessions that may run at once at given arrival times; more wait for a place."""
 
+OnStart = Callable[[Session, int], None]
 OnOutcome = Callable[[Session, int, Outcome], None]
 
 
@@ -23,6 +24,7 @@ async def replay(
     concurrency: int | None = None,
     arrivals: Iterable[float] | None = None,
     stop_after_s: float | None = None,
+    on_start: OnStart = lambda *_: None,
     on_outcome: OnOutcome = lambda *_: None,
     timeout_s: float = 600,
 ) -> list[Outcome]:
@@ -31,7 +33,8 @@ async def replay(
     The turns of a session run one after the other, and a failed one ends its session. Sessions run
     side by side: `concurrency` at once, or each from its time in `arrivals` (seconds from the start;
     sessions beyond the last arrival are not played). After `stop_after_s` no request is started,
-    those under way are waited for. `on_outcome(session, turn, outcome)` hears of each as it comes.
+    those under way are waited for. `on_start(session, turn)` and `on_outcome(session, turn, outcome)`
+    hear of each request as it goes and as its answer comes.
     `sessions` is drawn from as needed, so it may be endless. Cancelling closes every connection.
     """
     if (concurrency is None) == (arrivals is None):
@@ -50,6 +53,7 @@ async def replay(
                 if time.monotonic() >= deadline:
                     return
                 request = session.request(turn, answers)
+                on_start(session, turn)
                 outcome = await send(
                     client, base_url, request.endpoint, request.body, session=session.id, timeout_s=timeout_s
                 )
@@ -112,7 +116,7 @@ class Summary:
     inter_token_s: Percentiles | None
     """Gaps between chunks of all streams. A chunk of a speculative step holds several tokens."""
     token_s: Percentiles | None
-    """Seconds per output token after the first, one value a request: comparable with and without speculation."""
+    """Seconds per output token after the first, one value a request: comparable across speculators."""
     e2e_s: Percentiles | None
     prompt_tokens: int
     output_tokens: int
