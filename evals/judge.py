@@ -162,7 +162,7 @@ def _lossless(losslessness: Losslessness | None) -> Gate:
         name="lossless",
         passed=found.requests > 0 and found.different == 0,
         detail=f"Of {found.requests} greedy requests, {found.identical} gave the same tokens, {found.ties} "
-        f"parted at a numeric tie (gap up to {found.tie_bound:g} nats) and {found.different} gave other tokens.",
+        f"parted at a numeric tie (gap up to {found.tie_bound:g} nats), {found.different} gave other tokens.",
     )
 
 

@@ -125,15 +125,15 @@ def select(heldout: Iterable[Trace], settings: EvalSettings) -> tuple[list[Reque
             except (ValueError, AttributeError, TypeError):
                 continue
             sessions.setdefault(request.session, []).append((trace, request))
-    by_kind: dict[Kind, list[list[tuple[Trace, Request]]]] = {}
+    by_kind: dict[str, list[list[tuple[Trace, Request]]]] = {}
     for session in sorted(sessions.values(), key=lambda turns: min(t.started_at for t, _ in turns)):
         by_kind.setdefault(session[0][1].kind, []).append(
             sorted(session, key=lambda turn: turn[0].started_at)
         )
-    counts: dict[Kind, int] = dict.fromkeys(by_kind, 0)
+    counts: dict[str, int] = dict.fromkeys(by_kind, 0)
     chosen: list[tuple[Trace, Request]] = []
     passed_over: list[list[tuple[Trace, Request]]] = []
-    while waiting := [kind for kind, queue in by_kind.items() if queue]:
+    while waiting := [kind for kind in by_kind if by_kind[kind]]:
         kind = min(waiting, key=lambda k: counts[k])
         session = by_kind[kind].pop()
         room = settings.max_requests - len(chosen)

@@ -78,15 +78,15 @@ def paired_ratio(
     pivots_B = (_log_ratio(totals_BP[spread]) - log_ratio) / errors_B[spread]
     tail = (1 - confidence) / 2
     upper, lower = np.quantile(pivots_B, [tail, 1 - tail])
-    return Ratio(
-        float(np.exp(log_ratio)),
-        float(np.exp(log_ratio - lower * error)),
-        float(np.exp(log_ratio - upper * error)),
-    )
+    # Two or three sessions may leave the interval practically open; it stays a number that JSON can hold.
+    reach = np.clip(np.array([-lower, -upper]) * error, -_OPEN, _OPEN)
+    low, high = np.exp(log_ratio + reach)
+    return Ratio(float(np.exp(log_ratio)), float(low), float(high))
 
 
 # A resample that drew one session many times over has no spread, hence no pivot.
 _DEGENERATE = 1e-6
+_OPEN = 30.0
 
 
 def _log_ratio(totals: Floats) -> Any:

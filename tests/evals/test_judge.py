@@ -1,0 +1,275 @@
+"""The judge against two fake servers whose speed, answers and failures are planted."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from aiohttp import web
+from strop.evals.judge import JudgeError, judge
+from strop.evals.losslessness import Agreement, first_difference, outputs_agree, tie_bound
+from strop.evals.settings import EvalSettings
+from strop.evals.verdict import Verdict
+from strop.serving.stack import Artifact, Engine, Hardware, Speculator, Stack
+from strop.serving.traces import Choice, Trace
+
+OUTPUT_TOKENS = 13
+FIRST_OUTPUT_ID = 100_000
+
+
+@dataclass(frozen=True)
+class FakeServer:
+    """Answers `OUTPUT_TOKENS` tokens that follow from the prompt; prompt ids are its characters."""
+
+    token_s: float = 0.003
+    tokens_per_step: int = 1
+    other_token_where: str = "\0"
+    """Prompts that hold this get another sixth token."""
+    other_token_gap: float = 0.0
+    fails_where: str = "\0"
+    extra_tokens: int = 0
+
+    def tokens(self, prompt: str) -> list[int]:
+        rng = random.Random(prompt)
+        tokens = [FIRST_OUTPUT_ID + rng.randrange(1000) for _ in range(OUTPUT_TOKENS + self.extra_tokens)]
+        if self.other_token_where in prompt:
+            tokens[5] += 1
+        return tokens
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = body["messages"][-1]["content"]
+        if self.fails_where in prompt:
+            return web.json_response({"error": {"message": "planted"}}, status=500)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        tokens = self.tokens(prompt)
+        await _event(response, prompt_token_ids=[ord(c) for c in prompt], choices=[])
+        steps, sent, due = 0, 1, time.perf_counter() + self.token_s
+        await _wait_until(due)
+        await _event(response, choices=[_choice(tokens[:1])])
+        while sent < len(tokens):
+            due += self.token_s
+            await _wait_until(due)
+            await _event(response, choices=[_choice(tokens[sent : sent + self.tokens_per_step])])
+            sent += self.tokens_per_step
+            steps += 1
+        await _event(response, choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+        drafted = self.tokens_per_step - 1
+        histogram = [0] * drafted + [steps]
+        counts = {
+            "acceptance_histogram": histogram,
+            "num_spec_steps": steps,
+            "num_draft_tokens": drafted * steps,
+            "num_accepted_draft_tokens": drafted * steps,
+        }
+        metrics = {"speculative_decoding": counts} if drafted else None
+        await _event(response, choices=[], usage=usage, metrics=metrics)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def completions(self, request: web.Request) -> web.Response:
+        """Log-probabilities of two tokens, if the prefix is exactly what was served up to the sixth token."""
+        body = await request.json()
+        prompt = "".join(chr(i) for i in body["prompt"] if i < FIRST_OUTPUT_ID)
+        expected = [*(ord(c) for c in prompt), *self.tokens(prompt)[:5]]
+        if body["prompt"] != expected or body["max_tokens"] != 1:
+            return web.json_response({"error": "not the common prefix"}, status=400)
+        own, other = body["logprob_token_ids"]
+        top = {f"token_id:{own}": -0.5, f"token_id:{other}": -0.5 - self.other_token_gap}
+        return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
+
+
+def _choice(token_ids: list[int]) -> dict[str, Any]:
+    return {"index": 0, "delta": {"content": "".join(f"{i} " for i in token_ids)}, "token_ids": token_ids}
+
+
+async def _event(response: web.StreamResponse, **event: Any) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+async def _wait_until(due: float) -> None:
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+
+@asynccontextmanager
+async def served(server: FakeServer) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.chat)
+    app.router.add_post("/v1/completions", server.completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield site.name
+    finally:
+        await runner.cleanup()
+
+
+CHAMPION = Stack(
+    served_model="m",
+    model=Artifact(location="/models/m", files={"config.json": "0" * 64, "model.safetensors": "1" * 64}),
+    engine=Engine(version="vllm 0", dtype="float32"),
+    hardware=Hardware(device="cpu", name="c", isa="avx2"),
+)
+CANDIDATE = CHAMPION.model_copy(update={"speculator": Speculator(method="ngram", draft_tokens=1)})
+SETTINGS = EvalSettings(max_requests=24, min_requests=8, warmup_requests=1, bootstrap_samples=500)
+
+
+def traces(count: int = 24, temperature: float = 0) -> list[Trace]:
+    return [
+        Trace(
+            request_id=f"r{i}",
+            started_at=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=i),
+            tenant="t",
+            session=f"s{i // 2}",
+            stack=CHAMPION.fingerprint,
+            endpoint="chat",
+            stream=True,
+            model="m",
+            sampling=json.dumps({"temperature": temperature}),
+            format=json.dumps({"response_format": {"type": "json_object"}}) if i // 2 % 2 else None,
+            messages=json.dumps([{"role": "user", "content": f"question {i}."}]),
+            prompt_token_ids=[1],
+            choices=[Choice(0, [2], "x", "stop")],
+            status=200,
+        )
+        for i in range(count)
+    ]
+
+
+def judged(
+    champion: FakeServer,
+    candidate: FakeServer,
+    heldout: list[Trace] | None = None,
+    candidate_stack: Stack = CANDIDATE,
+) -> Verdict:
+    async def run() -> Verdict:
+        async with served(champion) as here, served(candidate) as there:
+            return await judge(
+                CHAMPION, here, candidate_stack, there, heldout or traces(), SETTINGS, lambda done, text: None
+            )
+
+    return asyncio.run(run())
+
+
+def failed(verdict: Verdict) -> list[str]:
+    return [gate.name for gate in verdict.gates if not gate.passed]
+
+
+def test_finds_the_planted_speedup() -> None:
+    verdict = judged(FakeServer(), FakeServer(tokens_per_step=2))
+    assert verdict.passed, verdict.summary
+    per_token = verdict.metric("inter_token_s")
+    assert per_token.ratio_low - 0.05 < 0.5 < per_token.ratio_high + 0.05
+    assert per_token.champion == pytest.approx(0.003, rel=0.25)
+    assert verdict.metric("decode_tokens_per_s").ratio == pytest.approx(2, rel=0.15)
+    assert verdict.metric("acceptance_length").candidate == 2.0
+    assert verdict.metric("acceptance_length").champion == 1.0
+    assert {c.slice for c in verdict.comparisons} == {"all", "chat", "json"}
+    assert verdict.losslessness and verdict.losslessness.identical == 24
+    assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict
+    row = next(row for row in verdict.samples if row["stack"] == "candidate")
+    assert row["steps"] == 6 and row["accepted_by_position"] == [6] and row["output_tokens"] == 13
+
+
+def test_refuses_a_slower_candidate_and_an_equal_one() -> None:
+    slower = judged(FakeServer(), FakeServer(token_s=0.004))
+    assert failed(slower) == ["faster"] and slower.metric("inter_token_s").ratio_low > 1
+    assert slower.summary.startswith("Refused (failed: faster)")
+    assert "faster" in failed(judged(FakeServer(token_s=0.0005), FakeServer(token_s=0.0005), traces(8)))
+
+
+def test_catches_a_wrong_token() -> None:
+    verdict = judged(FakeServer(other_token_gap=4.0), FakeServer(tokens_per_step=2, other_token_where="7."))
+    assert failed(verdict) == ["lossless"]
+    assert verdict.losslessness and verdict.losslessness.different == 2
+    difference = verdict.losslessness.differences[0]
+    assert (difference.position, difference.logprob_gap, difference.tie) == (5, 4.0, False)
+    assert difference.candidate_token == difference.champion_token + 1
+
+
+def test_accepts_a_numeric_tie() -> None:
+    champion = FakeServer(other_token_gap=tie_bound("float32") / 2)
+    verdict = judged(champion, FakeServer(tokens_per_step=2, other_token_where="7."))
+    assert verdict.passed, verdict.summary
+    assert verdict.losslessness and (verdict.losslessness.ties, verdict.losslessness.identical) == (2, 22)
+
+
+def test_sampled_traffic_is_still_tested_for_losslessness() -> None:
+    verdict = judged(
+        FakeServer(other_token_gap=4.0),
+        FakeServer(tokens_per_step=2, other_token_where="question"),
+        traces(temperature=1),
+    )
+    assert failed(verdict) == ["lossless"]
+    assert verdict.losslessness and verdict.losslessness.requests == 8
+
+
+def test_an_answer_that_stops_elsewhere_is_not_the_same_answer() -> None:
+    verdict = judged(FakeServer(extra_tokens=1), FakeServer(tokens_per_step=2), traces(8))
+    assert verdict.losslessness and verdict.losslessness.different == 8
+    assert "only the time per token counts" in verdict.gates[-1].detail
+
+
+def test_refuses_a_candidate_that_fails_where_the_champion_answers() -> None:
+    verdict = judged(FakeServer(), FakeServer(tokens_per_step=2, fails_where="7."))
+    assert failed(verdict) == ["no new errors"]
+    assert "planted" in verdict.gates[1].detail
+
+
+def test_a_dead_candidate_is_a_failed_verdict_and_is_not_tried_for_long() -> None:
+    verdict = judged(FakeServer(), FakeServer(fails_where="question"))
+    assert not verdict.passed and "enough data" in failed(verdict)
+    assert len(verdict.samples) == 2 * 3
+
+
+def test_no_judgement_without_a_champion_or_traffic() -> None:
+    with pytest.raises(JudgeError, match=r"champion at .* failed 3 requests in a row"):
+        judged(FakeServer(fails_where="question"), FakeServer())
+    with pytest.raises(JudgeError, match="held-out"):
+        judged(FakeServer(), FakeServer(), [replace(trace, status=500) for trace in traces(4)])
+
+
+def test_other_numerics_are_refused_for_want_of_a_quality_measure() -> None:
+    other = CHAMPION.model_copy(update={"quantization": "int8"})
+    verdict = judged(FakeServer(), FakeServer(tokens_per_step=2), candidate_stack=other)
+    assert failed(verdict) == ["lossless"] and verdict.losslessness is None
+
+
+def agreement(champion: FakeServer, candidate: FakeServer) -> Agreement:
+    async def run() -> Agreement:
+        async with served(champion) as here, served(candidate) as there:
+            return await outputs_agree(CHAMPION, here, CANDIDATE, there, traces(6))
+
+    return asyncio.run(run())
+
+
+def test_outputs_agree_before_a_rollout() -> None:
+    assert agreement(FakeServer(), FakeServer()).ok
+    assert agreement(FakeServer(), FakeServer(other_token_where="1.")).ok
+    wrong = agreement(FakeServer(other_token_gap=4.0), FakeServer(other_token_where="1."))
+    assert not wrong.ok and wrong.losslessness and wrong.losslessness.requests == 4
+    failing = agreement(FakeServer(), FakeServer(fails_where="1."))
+    assert not failing.ok and "planted" in failing.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "position"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [4], 0), ([5, 1], [4, 1], 0)],
+)
+def test_first_difference(here: list[int], there: list[int], position: int | None) -> None:
+    assert first_difference(here, there) == position
+
+
+def test_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="float8"):
+        tie_bound("float8")
