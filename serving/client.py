@@ -232,8 +232,8 @@ def _take_event(event: dict[str, Any], answer: _Answer) -> str | None:
         if choice.get("index", 0) == 0:
             _take_choice(choice, answer)
     if usage := event.get("usage"):
-        answer.prompt_tokens = usage["prompt_tokens"]
-        answer.output_tokens = usage.get("completion_tokens") or 0
+        answer.prompt_tokens = int(usage["prompt_tokens"])
+        answer.output_tokens = int(usage.get("completion_tokens") or 0)
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if counts := (event.get("metrics") or {}).get("speculative_decoding"):
         answer.speculation = _speculation(counts)
@@ -243,7 +243,7 @@ def _take_event(event: dict[str, Any], answer: _Answer) -> str | None:
 def _take_choice(choice: dict[str, Any], answer: _Answer) -> None:
     message = choice.get("delta") or choice.get("message") or {}
     if text := message.get("content") or choice.get("text"):
-        answer.parts.append(text)
+        answer.parts.append("" + text)
         answer.pieces += 1
     for position, call in enumerate(message.get("tool_calls") or ()):
         _take_tool_call(call.get("index", position), call, answer)

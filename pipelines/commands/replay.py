@@ -136,17 +136,13 @@ async def model_to_ask(url: str, model: str | None) -> str:
         raise ReplayError(f"{url}/v1/models answers {error.response.status_code}.{way_out}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
-        raise ReplayError(
-            f"Nothing answers at {url} ({reason}). Start `strop serve`, or give --url."
-        ) from None
+        raise ReplayError(f"Nothing answers at {url} ({reason}). Run `strop serve` or give --url.") from None
     except (ValueError, KeyError, TypeError):
         raise ReplayError(f"{url}/v1/models is not an OpenAI model list. Give --url of the server.") from None
     if not served:
         raise ReplayError(f"{url} serves no model")
     if model is not None and model not in served:
-        raise ReplayError(
-            f"{url} does not serve {model!r} but {', '.join(served)}. Leave out --model, or name one."
-        )
+        raise ReplayError(f"{url} does not serve {model}. Give --model one of: {', '.join(served)}")
     return model or served[0]
 
 
