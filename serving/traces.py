@@ -7,17 +7,15 @@ sees half of one; a file that is torn all the same is set aside and named, not f
 
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from strop.serving.home import sync_folder, write_atomic
 
 
@@ -89,7 +87,10 @@ class Trace:
         return self.choices[0].token_ids if self.choices else []
 
     def to_row(self) -> dict[str, Any]:
-        return asdict(self)
+        row = _shallow(self)
+        row["choices"] = [_shallow(choice) for choice in self.choices]
+        row["speculation"] = self.speculation and _shallow(self.speculation)
+        return row
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> "Trace":
@@ -210,21 +211,26 @@ class TraceSet:
 
 
 class TraceStore:
-    """The folder capture writes into: `day=YYYY-MM-DD/stack_id=<16 hex>/*.parquet`, `journal/`, `quarantine/`."""
+    """What capture writes: `day=YYYY-MM-DD/stack_id=<16 hex>/*.parquet`, `journal/`, `quarantine/`."""
 
     def __init__(self, root: Path):
         self.root = root
 
     def append(self, traces: list[Trace]) -> list[Path]:
         """Write one Parquet file for each day and Stack among `traces`; returns the new files."""
-        groups: dict[tuple[str, str], list[Trace]] = {}
-        for trace in traces:
-            day = trace.started_at.astimezone(UTC).strftime("%Y-%m-%d")
-            groups.setdefault((day, trace.stack[:16] or "unknown"), []).append(trace)
+        return self.append_table(to_table(traces), uuid.uuid4().hex)
+
+    def append_table(self, table: pa.Table, name: str) -> list[Path]:
+        """The same for a table of `SCHEMA`. The same table under the same name replaces its own files."""
+        days = table["started_at"].cast(pa.timestamp("us")).cast(pa.date32()).to_pylist()
+        groups: dict[tuple[str, str], list[int]] = {}
+        for row, (day, stack) in enumerate(zip(days, table["stack"].to_pylist(), strict=True)):
+            groups.setdefault((day.isoformat(), stack[:16] or "unknown"), []).append(row)
         written = []
-        for (day, stack_id), group in groups.items():
-            path = self.root / f"day={day}" / f"stack_id={stack_id}" / f"{group[0].started_at:%H%M%S}-{uuid.uuid4().hex}.parquet"
-            write_parquet(path, group)
+        for (day, stack_id), rows in groups.items():
+            time = table["started_at"][rows[0]].as_py().astimezone(UTC)
+            path = self.root / f"day={day}" / f"stack_id={stack_id}" / f"{time:%H%M%S}-{name}.parquet"
+            _write_table(path, table.take(rows))
             written.append(path)
         return written
 
@@ -257,7 +263,14 @@ class TraceStore:
 
 def write_parquet(path: Path, traces: list[Trace]) -> None:
     """Write traces so that the file is whole or absent."""
-    table = pa.Table.from_pylist([t.to_row() for t in traces], schema=SCHEMA)
+    _write_table(path, to_table(traces))
+
+
+def to_table(traces: list[Trace]) -> pa.Table:
+    return pa.Table.from_pylist([t.to_row() for t in traces], schema=SCHEMA)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())
@@ -293,6 +306,10 @@ def to_jsonable(trace: Trace) -> dict[str, Any]:
     for name in ("sampling", "format", "messages"):
         row[name] = json.loads(row[name]) if row[name] else None
     return row
+
+
+def _shallow(record: Trace | Choice | Speculation) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
 def _batches(items: Iterable[Trace], size: int) -> Iterator[list[Trace]]:
