@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,7 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
     if not rate > 0:
         raise ArrivalsError(f"an arrival rate of {rate:g} a second starts nothing: give one above 0")
     rng = random.Random(seed)
-    now = 0.0
-    while True:
-        now += rng.expovariate(rate)
-        yield now
+    return accumulate(rng.expovariate(rate) for _ in count())
 
 
 def scaled(arrivals: Iterable[Arrival], scale: float) -> Iterator[float]:

@@ -114,7 +114,7 @@ NEW_NAMES = ("value", "source", "target", "options", "item", "text", "data", "ha
 
 
 def code_assistant(seed: int, sessions: int, model: str, max_prompt_tokens: int = 2048) -> Iterator[Session]:
-    """Yield `sessions` sessions of 2 to 4 turns, the same for the same seed and Python version.
+    """`sessions` sessions of 2 to 4 turns, the same for the same seed and Python version.
 
     A session ends early rather than let a prompt exceed `max_prompt_tokens` by estimate.
     Raises SourceError if this Python came without the source of its standard library.
@@ -122,10 +122,13 @@ def code_assistant(seed: int, sessions: int, model: str, max_prompt_tokens: int 
     every = modules()
     weights = [1 / rank**ZIPF_EXPONENT for rank in range(1, len(every) + 1)]
     by_popularity = random.Random("popularity").sample(every, len(every))
-    for number in range(sessions):
+
+    def session(number: int) -> Session:
         rng = random.Random(f"{seed}/{number}")
         module = rng.choices(by_popularity, weights)[0]
-        yield Session(f"code-{seed}-{number:05d}", tuple(_turns(rng, module, model, max_prompt_tokens)))
+        return Session(f"code-{seed}-{number:05d}", tuple(_turns(rng, module, model, max_prompt_tokens)))
+
+    return map(session, range(sessions))
 
 
 def _turns(rng: random.Random, module: Module, model: str, max_prompt_tokens: int) -> Iterator[Turn]:

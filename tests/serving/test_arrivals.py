@@ -30,7 +30,7 @@ def test_poisson_has_its_rate_and_its_seed() -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
 def test_a_rate_or_scale_that_never_arrives_is_refused(rate: float) -> None:
     with pytest.raises(ArrivalsError):
-        next(poisson(rate, 0))
+        poisson(rate, 0)
     with pytest.raises(ArrivalsError):
         scaled([], rate)
 
