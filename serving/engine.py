@@ -50,7 +50,9 @@ def engine_command(stack: Stack, host: str, port: int, capture: bool = True) -> 
     return command
 
 
-def engine_environment(stack: Stack, kv_cache_gib: float, cores: list[int], capture: dict[str, object] | None) -> dict[str, str]:
+def engine_environment(
+    stack: Stack, kv_cache_gib: int, cores: list[int], capture: dict[str, object] | None
+) -> dict[str, str]:
     """Environment of one replica, to be added to the parent's.
 
     `cores` are the CPU cores its compute threads are bound to (ignored on GPUs); `capture` is

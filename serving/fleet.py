@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.gateway import FULL_WEIGHT, SLOTS, Gateway
 from strop.serving.home import write_atomic
@@ -221,7 +220,9 @@ class Fleet:
 
     def processes(self) -> dict[str, list[int]]:
         """Process ids of the gateway, the routers and the replicas' supervisors (for operations and tests)."""
-        replicas = [ray.get(r.__ray_call__.remote(_supervisor_pid)) for p in self.pools.values() for r in p.replicas]
+        replicas = [
+            ray.get(r.__ray_call__.remote(_supervisor_pid)) for p in self.pools.values() for r in p.replicas
+        ]
         return {
             "gateway": [self.gateway.child.process.pid],
             "routers": [p.router.process.pid for p in self.pools.values() if p.router],

@@ -87,7 +87,9 @@ class Gateway:
         slots = "\n".join(f"    server slot{i} 127.0.0.1:1" for i in range(SLOTS))
         write_atomic(
             configuration,
-            _CONFIGURATION.format(host=host, port=port, socket=control, slots=slots, metrics_port=metrics_port),
+            _CONFIGURATION.format(
+                host=host, port=port, socket=control, slots=slots, metrics_port=metrics_port
+            ),
         )
         child = Child.start(
             "HAProxy",

@@ -90,7 +90,9 @@ class Child:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
-        raise ProcessError(f"{self.name} did not answer at {url} within {timeout_s:.0f} s. {self.last_words()}")
+        raise ProcessError(
+            f"{self.name} did not answer at {url} within {timeout_s:.0f} s. {self.last_words()}"
+        )
 
     def last_words(self) -> str:
         """The last error line of the log and where to read the rest."""
@@ -98,7 +100,7 @@ class Child:
             tail = self.log.read_bytes()[-65536:].decode(errors="replace").splitlines()
         except OSError:
             tail = []
-        errors = [line.strip() for line in tail if "Error" in line or "error:" in line]
+        errors = [line.strip() for line in tail if "error" in line.lower() and "Traceback" not in line]
         last = errors[-1] if errors else next((line.strip() for line in reversed(tail) if line.strip()), "")
         return f"Its log ends: {last[-400:]!r} (all of it: {self.log})"
 

@@ -52,7 +52,7 @@ class ServingSettings(Section):
         "enforce-eager": True,
     }
     """vLLM arguments by long name without dashes; `true` is a bare flag, `false` and `null` are left out."""
-    kv_cache_gib: float = Field(default=1.0, gt=0)
+    kv_cache_gib: int = Field(default=1, ge=1)
     """Size of the KV pool of a CPU replica, GiB (GPUs: set gpu-memory-utilization in engine_args)."""
     cpus_per_replica: float = Field(default=0.1, ge=0)
     """Logical CPUs a replica reserves from Ray; raise it to spread replicas over machines."""

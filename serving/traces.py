@@ -155,6 +155,10 @@ SCHEMA = pa.schema(
 )
 
 
+PROBE_TENANT = "strop"
+"""Tenant of strop's own requests (checks, warming, judging): never learned from, never judged as traffic."""
+
+
 class TraceError(ValueError):
     """Traces that cannot be read or a selection that makes no sense; the message says what to do."""
 
@@ -254,6 +258,17 @@ class TraceStore:
                 on_bad_file(path, str(error))
                 continue
             yield from (trace for trace in traces if where(trace))
+
+    def since(self, moment: datetime, stack: str) -> Iterator[Trace]:
+        """Clients' traces of one Stack that started after `moment`, read from its recent files only."""
+        for path in self.root.glob(f"day=*/stack_id={stack[:16]}/*.parquet"):
+            try:
+                if path.stat().st_mtime < moment.timestamp():
+                    continue
+                traces = list(read_parquet(path))
+            except (OSError, TraceError):
+                continue  # scan() sets torn files aside; here the next look will do.
+            yield from (t for t in traces if t.started_at >= moment and t.tenant != PROBE_TENANT)
 
     def _set_aside(self, path: Path) -> None:
         quarantine = self.root / "quarantine"

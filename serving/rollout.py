@@ -1,0 +1,232 @@
+"""Replace one Stack by another in a running fleet, or take the newcomer back.
+
+start -> check -> warm -> canary -> cut over -> drain. Until the cut-over the champion keeps
+every replica it had, so taking the candidate back is a change of weights. No request is sent
+to a candidate before it has answered known requests as the champion does.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import ray
+from ray.actor import ActorHandle
+from strop.serving.settings import CanarySettings
+from strop.serving.stack import Stack
+from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
+
+LEASE_S = 30.0
+
+Check = Callable[[str, str], list[str]]
+"""Given the champion's and the candidate's URL, the reasons why the candidate's answers are wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A moment of a rollout; weights are shares of sessions."""
+
+    at_s: float
+    event: str
+    champion_weight: float
+    candidate_weight: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    promoted: bool
+    reason: str
+    """In plain words."""
+    events: list[Event]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class TakenBack(Exception):
+    """Why the candidate has to go."""
+
+
+def roll_out(
+    fleet: ActorHandle,
+    champion: Stack,
+    candidate: Stack,
+    *,
+    store: TraceStore,
+    check: Check,
+    warm: list[dict[str, Any]],
+    settings: CanarySettings,
+    canary: bool = True,
+    on_event: Callable[[Event], None] = lambda _: None,
+) -> Rollout:
+    """Roll `candidate` out over `champion`, which is serving.
+
+    Returns what happened; the fleet then serves exactly one of the two. `check` compares answers,
+    `warm` holds chat bodies whose prompts are put into the candidate's prefix cache. With `canary`
+    false the candidate is cut over to as soon as it is warm (an operator's promotion or rollback).
+    """
+    started = time.monotonic()
+    events: list[Event] = []
+    share = 0.0
+
+    def note(event: str, detail: str = "") -> None:
+        events.append(Event(round(time.monotonic() - started, 1), event, 1 - share, share, detail))
+        on_event(events[-1])
+
+    def give(new_share: float) -> None:
+        nonlocal share
+        shares = {champion.fingerprint: 1 - new_share, candidate.fingerprint: new_share}
+        ray.get(fleet.route.remote({f: s for f, s in shares.items() if s > 0}))
+        share = new_share
+
+    try:
+        note("start", "starting the candidate's replicas beside the champion's")
+        url = _add(fleet, candidate)
+        champion_url = ray.get(fleet.add.remote(champion.to_json()))
+        if wrong := check(champion_url, url):
+            raise TakenBack(f"its answers are wrong: {wrong[0]}")
+        note("check", "the candidate answers known requests as the champion does")
+        ray.get(fleet.renew.remote(candidate.fingerprint, LEASE_S + 10 * len(warm)))
+        note("warm", f"{_warm(url, candidate.served_model, warm)} prompts are in its prefix cache")
+        if canary:
+            since = datetime.now(UTC)
+            give(settings.share)
+            note("canary", f"{settings.share:.0%} of sessions go to the candidate")
+            note("evidence", _observe(fleet, champion, candidate, store, since, settings))
+        give(1.0)
+        ray.get(fleet.renew.remote(candidate.fingerprint, None))
+        note("cut over", "every new request goes to the candidate")
+        ray.get(fleet.remove.remote(champion.fingerprint))
+        note("drained", "the champion finished its last requests and was stopped")
+        return Rollout(True, "the candidate serves all traffic", events)
+    except (TakenBack, ray.exceptions.RayError) as error:
+        reason = explain(error)
+        _take_back(fleet, champion, candidate)
+        share = 0.0
+        note("taken back", reason)
+        return Rollout(False, reason, events)
+    except BaseException:
+        _take_back(fleet, champion, candidate)
+        raise
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error that may have crossed Ray, without the stack around it."""
+    cause = error
+    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
+        cause = cause.cause
+    return str(cause).strip() or type(cause).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What one Stack did on live traffic. Latency is the median of seconds per output token."""
+
+    requests: int
+    errors: int
+    empty: int
+    latency_s: float | None
+
+    @property
+    def failure_rate(self) -> float:
+        return (self.errors + self.empty) / self.requests if self.requests else 0.0
+
+    @classmethod
+    def of(cls, traces: list[Trace]) -> "Arm":
+        # A client that went away (499) or sent nonsense (4xx) says nothing about the Stack.
+        counted = [t for t in traces if not 400 <= t.status < 500]
+        served = [t for t in counted if t.status < 400]
+        per_token = [s for t in served if (s := _seconds_per_token(t)) is not None]
+        return cls(
+            requests=len(counted),
+            errors=len(counted) - len(served),
+            empty=sum(1 for t in served if len(t.output_token_ids) <= 1),
+            latency_s=statistics.median(per_token) if per_token else None,
+        )
+
+
+def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | None:
+    """None while there is too little evidence, else why the candidate may be cut over to.
+
+    Raises TakenBack when the candidate is worse than the settings allow.
+    """
+    if candidate.requests < settings.min_requests:
+        if candidate.errors > settings.min_requests * settings.max_error_rate_increase + champion.errors:
+            raise TakenBack(f"{candidate.errors} of its {candidate.requests} live requests failed")
+        return None
+    increase = candidate.failure_rate - champion.failure_rate
+    if increase > settings.max_error_rate_increase:
+        raise TakenBack(
+            f"{candidate.failure_rate:.1%} of its {candidate.requests} live requests failed or were empty, "
+            f"against {champion.failure_rate:.1%} of the champion's {champion.requests}"
+        )
+    if champion.requests < settings.min_requests or not champion.latency_s or not candidate.latency_s:
+        return None
+    ratio = candidate.latency_s / champion.latency_s
+    if ratio > settings.max_latency_ratio:
+        raise TakenBack(f"it took {ratio:.2f} times the champion's seconds per output token on live traffic")
+    return (
+        f"{candidate.requests} live requests against {champion.requests}: {candidate.errors} errors, "
+        f"{ratio:.2f} times the champion's seconds per output token"
+    )
+
+
+def _add(fleet: ActorHandle, candidate: Stack) -> str:
+    try:
+        return ray.get(fleet.add.remote(candidate.to_json(), LEASE_S))
+    except ray.exceptions.RayError as error:
+        raise TakenBack(f"it did not start: {explain(error)}") from None
+
+
+def _observe(
+    fleet: ActorHandle,
+    champion: Stack,
+    candidate: Stack,
+    store: TraceStore,
+    since: datetime,
+    settings: CanarySettings,
+) -> str:
+    deadline = time.monotonic() + settings.deadline_s
+    while time.monotonic() < deadline:
+        ray.get(fleet.renew.remote(candidate.fingerprint, LEASE_S))
+        pools = {p.fingerprint: p for p in ray.get(fleet.status.remote()).pools}
+        if not all(replica.alive for replica in pools[candidate.fingerprint].replicas):
+            raise TakenBack("one of its replicas crashed")
+        arms = [Arm.of(list(store.since(since, stack.fingerprint))) for stack in (champion, candidate)]
+        if (evidence := decide(*arms, settings)) is not None:
+            return evidence
+        time.sleep(1)
+    raise TakenBack(f"not enough evidence within {settings.deadline_s:.0f} s of canary")
+
+
+def _take_back(fleet: ActorHandle, champion: Stack, candidate: Stack) -> None:
+    pools = {p.fingerprint for p in ray.get(fleet.status.remote()).pools}
+    if champion.fingerprint in pools:
+        ray.get(fleet.route.remote({champion.fingerprint: 1.0}))
+    if champion.fingerprint != candidate.fingerprint:
+        ray.get(fleet.remove.remote(candidate.fingerprint))
+
+
+def _warm(url: str, model: str, bodies: list[dict[str, Any]]) -> int:
+    warmed = 0
+    with httpx.Client(timeout=300) as client:
+        for body in bodies:
+            request = {"model": model, "messages": body["messages"], "max_tokens": 1, "temperature": 0}
+            answer = client.post(
+                f"{url}/v1/chat/completions", json=request, headers={"X-Strop-Tenant": PROBE_TENANT}
+            )
+            warmed += answer.status_code == 200
+    return warmed
+
+
+def _seconds_per_token(trace: Trace) -> float | None:
+    tokens = len(trace.output_token_ids)
+    if trace.e2e_s is None or tokens < 2:
+        return None
+    if trace.stream and trace.ttft_s is not None:
+        return (trace.e2e_s - trace.ttft_s) / (tokens - 1)
+    return trace.e2e_s / tokens
