@@ -243,7 +243,9 @@ def _take_event(event: dict[str, Any], answer: _Answer) -> str | None:
 def _take_choice(choice: dict[str, Any], answer: _Answer) -> None:
     message = choice.get("delta") or choice.get("message") or {}
     if text := message.get("content") or choice.get("text"):
-        answer.parts.append("" + text)
+        if not isinstance(text, str):
+            raise TypeError(f"content is {text!r}, not text")
+        answer.parts.append(text)
         answer.pieces += 1
     for position, call in enumerate(message.get("tool_calls") or ()):
         _take_tool_call(call.get("index", position), call, answer)
