@@ -94,7 +94,7 @@ class Trace:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> "Trace":
-        known = {f.name: row.get(f.name) for f in fields(cls) if f.name in row}
+        known: dict[str, Any] = {f.name: row.get(f.name) for f in fields(cls) if f.name in row}
         known["choices"] = [Choice(**choice) for choice in row.get("choices") or []]
         known["inter_token_s"] = row.get("inter_token_s") or []
         speculation = row.get("speculation")
@@ -294,7 +294,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 def read_parquet(path: Path) -> Iterator[Trace]:
     """Traces of one file. Raises TraceError if it is torn or holds something else."""
     try:
-        rows = pq.read_table(path, partitioning=None).to_pylist()
+        rows = pq.read_table(path, partitioning=None).to_pylist()  # pyright: ignore[reportArgumentType]
         yield from (Trace.from_row(row) for row in rows)
     except (pa.ArrowInvalid, OSError, TypeError, KeyError) as error:
         raise TraceError(f"{path} is not a readable trace file: {str(error).splitlines()[0]}") from None
