@@ -9,12 +9,15 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.gateway import FULL_WEIGHT, SLOTS, Gateway
 from strop.serving.home import write_atomic
@@ -24,6 +27,7 @@ from strop.serving.stack import Stack
 
 NAMESPACE = "strop"
 ACTOR = "fleet"
+LEASE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ class Fleet:
             self.pools[stack.fingerprint] = pool
             # The pool's start-up does not count against its lease.
             self._lease(stack.fingerprint, lease_s and lease_s + self.settings.start_timeout_s)
+        stack.save(self.home / "stacks" / stack.fingerprint[:16] / "stack.json")
         try:
             self._start(pool)
         except BaseException:
@@ -328,16 +333,63 @@ def start_ray(home: Path, address: str | None) -> None:
     )
 
 
-def start_fleet(settings: ServingSettings, home: Path) -> ActorHandle:
-    """Start the fleet actor (Ray must be initialised) and leave a note of where it is."""
+def stop_ray() -> None:
+    ray.shutdown()
+
+
+def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> ActorHandle:
+    """Start the fleet actor (Ray must be initialised); with `announce`, `connect` finds it.
+
+    Raises ProcessError if the gateway's port is taken.
+    """
     actor = ray.remote(Fleet).options(
         name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, get_if_exists=False
     )
     fleet = actor.remote(settings, str(home))
-    status: FleetStatus = ray.get(fleet.status.remote())
-    note = {"ray": ray.get_runtime_context().gcs_address, "gateway": status.gateway}
-    write_atomic(home / "run" / "fleet.json", json.dumps(note))
+    try:
+        status: FleetStatus = ray.get(fleet.status.remote())
+    except ray.exceptions.RayError as error:
+        raise ProcessError(explain(error)) from None
+    if announce:
+        note = {"ray": ray.get_runtime_context().gcs_address, "gateway": status.gateway}
+        write_atomic(home / "run" / "fleet.json", json.dumps(note))
     return fleet
+
+
+@contextmanager
+def leased(fleet: ActorHandle, stack: Stack) -> Iterator[str]:
+    """Add `stack` to the fleet and keep it while the block runs and `LEASE_S` longer; yields its router's URL.
+
+    Raises ProcessError if its replicas do not come up.
+    """
+    try:
+        url = ray.get(fleet.add.remote(stack.to_json(), LEASE_S))
+    except ray.exceptions.RayError as error:
+        raise ProcessError(explain(error)) from None
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(LEASE_S / 3):
+            ray.get(fleet.renew.remote(stack.fingerprint, LEASE_S))
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield url
+    finally:
+        over.set()
+        thread.join()
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error that may have crossed Ray, without the stack around it."""
+    cause = error
+    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
+        cause = cause.cause
+    if isinstance(cause, ray.exceptions.RayActorError) and "ProcessError: " in str(cause):
+        # The error of an actor's constructor comes as text only.
+        return str(cause).split("ProcessError: ")[-1].strip()
+    return str(cause).strip() or type(cause).__name__
 
 
 def connect(home: Path) -> ActorHandle:

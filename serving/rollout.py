@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import ray
 from ray.actor import ActorHandle
+
+from strop.serving.fleet import LEASE_S, explain
 from strop.serving.settings import CanarySettings
 from strop.serving.stack import Stack
 from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
-
-LEASE_S = 30.0
 
 Check = Callable[[str, str], list[str]]
 """Given the champion's and the candidate's URL, the reasons why the candidate's answers are wrong."""
@@ -112,14 +112,6 @@ def roll_out(
     except BaseException:
         _take_back(fleet, champion, candidate)
         raise
-
-
-def explain(error: BaseException) -> str:
-    """The message of an error that may have crossed Ray, without the stack around it."""
-    cause = error
-    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
-        cause = cause.cause
-    return str(cause).strip() or type(cause).__name__
 
 
 @dataclass(frozen=True, slots=True)
