@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+
 from strop.evals.judge import JudgeError, judge
 from strop.evals.losslessness import Agreement, first_difference, outputs_agree, tie_bound
 from strop.evals.settings import EvalSettings
@@ -32,6 +33,8 @@ class FakeServer:
     other_token_where: str = "\0"
     """Prompts that hold this get another sixth token."""
     other_token_gap: float = 0.0
+    top_logprobs: float = 9.0
+    """Tokens less likely than this are not among the top ones."""
     fails_where: str = "\0"
     extra_tokens: int = 0
 
@@ -76,14 +79,19 @@ class FakeServer:
         return response
 
     async def completions(self, request: web.Request) -> web.Response:
-        """Log-probabilities of two tokens, if the prefix is exactly what was served up to the sixth token."""
+        """What follows the first five tokens of an answer: the planted gap, in the way it was asked for."""
         body = await request.json()
         prompt = "".join(chr(i) for i in body["prompt"] if i < FIRST_OUTPUT_ID)
-        expected = [*(ord(c) for c in prompt), *self.tokens(prompt)[:5]]
-        if body["prompt"] != expected or body["max_tokens"] != 1:
+        tokens = self.tokens(prompt)
+        prefix = [*(ord(c) for c in prompt), *tokens[:5]]
+        logprobs = {tokens[5]: -0.5, tokens[5] + 1: -0.5 - self.other_token_gap}
+        if "prompt_logprobs" in body and body["prompt"][:-1] == prefix:
+            last = body["prompt"][-1]
+            entries = [None] * len(prefix) + [{str(last): {"logprob": logprobs[last], "rank": 9}}]
+            return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+        if body["prompt"] != prefix or body["max_tokens"] != 1 or body["logprobs"] != 20:
             return web.json_response({"error": "not the common prefix"}, status=400)
-        own, other = body["logprob_token_ids"]
-        top = {f"token_id:{own}": -0.5, f"token_id:{other}": -0.5 - self.other_token_gap}
+        top = {f"token_id:{t}": logprob for t, logprob in logprobs.items() if logprob > -self.top_logprobs}
         return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
 
 
@@ -197,8 +205,9 @@ def test_catches_a_wrong_token() -> None:
     assert difference.candidate_token == difference.champion_token + 1
 
 
-def test_accepts_a_numeric_tie() -> None:
-    champion = FakeServer(other_token_gap=tie_bound("float32") / 2)
+@pytest.mark.parametrize("top_logprobs", [9.0, 0.1])
+def test_accepts_a_numeric_tie_however_unlikely_both_tokens_are(top_logprobs: float) -> None:
+    champion = FakeServer(other_token_gap=tie_bound("float32") / 2, top_logprobs=top_logprobs)
     verdict = judged(champion, FakeServer(tokens_per_step=2, other_token_where="7."))
     assert verdict.passed, verdict.summary
     assert verdict.losslessness and (verdict.losslessness.ties, verdict.losslessness.identical) == (2, 22)
