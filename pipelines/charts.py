@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 460, 240
+NARROW = 330
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
 
 
@@ -67,7 +68,7 @@ def ecdf(series: Sequence[Series], unit: str) -> Markup:
     )
 
 
-def lines(series: Sequence[Series], steps: Sequence[float], x_label: str) -> Markup:
+def lines(series: Sequence[Series], steps: Sequence[float], x_label: str, width: int = WIDTH) -> Markup:
     """One line a series over the same steps."""
     present = [s for s in series if s.values]
     if not present or not steps:
@@ -75,47 +76,49 @@ def lines(series: Sequence[Series], steps: Sequence[float], x_label: str) -> Mar
     values = [v for s in present for v in s.values]
     low, high = min(values), max(values)
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1
-    x, y = _x(min(steps), max(steps)), _y(low - margin, high + margin)
+    x, y = _x(min(steps), max(steps), width), _y(low - margin, high + margin)
     drawn = []
     for s in present:
         points = [f"{x.at(step)},{y.at(value)}" for step, value in zip(steps, s.values, strict=True)]
         drawn.append(_polyline(points, s.style))
         drawn += [_dot(point, s.style) for point in points] if len(points) <= 30 else []
-    frame = _frame(x, y, x_label, x_ticks=x.ticks(), y_ticks=y.ticks(), y_format=_plain)
-    return _svg(frame, *drawn, label=" and ".join(s.name for s in present) + " by " + x_label)
+    frame = _frame(
+        x, y, x_label, x_ticks=x.ticks(width // 90), y_ticks=y.ticks(), y_format=_plain, width=width
+    )
+    return _svg(frame, *drawn, label=" and ".join(s.name for s in present) + " by " + x_label, width=width)
 
 
-def bars(series: Sequence[Series], groups: Sequence[str], x_label: str) -> Markup:
+def bars(series: Sequence[Series], groups: Sequence[str], x_label: str, width: int = WIDTH) -> Markup:
     """Shares from 0 to 1 as bars side by side, each with its value above it."""
     present = [s for s in series if s.values]
     if not present:
         return Markup("")
     top = max(v for s in present for v in s.values)
-    x, y = _x(0, len(groups)), _y(0, min(1.0, top * 1.15) or 1)
-    width = min(44.0, (x.at(1) - x.at(0)) * 0.74 / len(present))
+    x, y = _x(0, len(groups), width), _y(0, min(1.0, top * 1.15) or 1)
+    bar = min(44.0, (x.at(1) - x.at(0)) * 0.78 / len(present))
     drawn = []
     for group, name in enumerate(groups):
         middle = x.at(group + 0.5)
         for number, s in enumerate(present):
             if group >= len(s.values):
                 continue
-            left = middle + (number - len(present) / 2) * width
+            left = middle + (number - len(present) / 2) * bar
             height = y.at(0) - y.at(s.values[group])
             drawn.append(
                 Markup('<rect class="bar {}" x="{}" y="{}" width="{}" height="{}" rx="2"/>').format(
                     s.style,
                     round(left + 1.5, 1),
                     y.at(s.values[group]),
-                    round(width - 3, 1),
+                    round(bar - 3, 1),
                     round(height, 1),
                 )
             )
             drawn.append(
-                _text(left + width / 2, y.at(s.values[group]) - 5, f"{100 * s.values[group]:.0f}", "label")
+                _text(left + bar / 2, y.at(s.values[group]) - 5, f"{100 * s.values[group]:.0f}", "label")
             )
         drawn.append(_text(middle, HEIGHT - BOTTOM + 16, name, "tick"))
-    frame = _frame(x, y, x_label, x_ticks=[], y_ticks=y.ticks(4), y_format=_percent)
-    return _svg(frame, *drawn, label="Bars by " + x_label)
+    frame = _frame(x, y, x_label, x_ticks=[], y_ticks=y.ticks(4), y_format=_percent, width=width)
+    return _svg(frame, *drawn, label="Bars by " + x_label, width=width)
 
 
 def weights(times_s: Sequence[float], shares: Sequence[float], end_s: float) -> Markup:

@@ -119,7 +119,7 @@ def render(data: ReportData) -> str:
     slowest = max((stage.seconds or 0 for stage in data.stages), default=0) or 1
     return template.render(
         data=data,
-        headline=_HEADLINES[data.outcome],
+        headline=_headline(data.outcome, verdict),
         tone={"promoted": "good", "no candidate": "plain"}.get(data.outcome, "bad"),
         tiles=_tiles(verdict) if verdict else [],
         latencies=_latencies(verdict) if verdict else [],
@@ -129,6 +129,17 @@ def render(data: ReportData) -> str:
         stages=[(stage, 100 * (stage.seconds or 0) / slowest) for stage in data.stages],
         weights=_weights(data.rollout),
     )
+
+
+def _headline(outcome: str, verdict: Verdict | None) -> str:
+    decode = (
+        [c for c in verdict.comparisons if (c.metric, c.slice) == ("decode_tokens_per_s", "all")]
+        if verdict
+        else []
+    )
+    if outcome == "promoted" and decode and _tone(decode[0]) == "good":
+        return f"The candidate now serves all traffic, decoding {decode[0].ratio:.2f} times as fast."
+    return _HEADLINES[outcome]
 
 
 def _tiles(verdict: Verdict) -> list[dict[str, str]]:
@@ -192,15 +203,18 @@ def _rows_of(verdict: Verdict, stack: str) -> list[dict[str, Any]]:
 def _acceptance(verdict: Verdict, learned: Sequence[Learned]) -> dict[str, Any] | None:
     """Share of steps that accepted the draft at each position: measured, and predicted in training."""
     series = [
-        Series("champion, measured", "champion", _by_position(_rows_of(verdict, "champion"))),
-        Series("candidate, measured", "candidate", _by_position(_rows_of(verdict, "candidate"))),
-        Series("candidate, predicted in training", "predicted", _predicted(learned)),
+        Series("champion", "champion", _by_position(_rows_of(verdict, "champion"))),
+        Series("measured", "candidate", _by_position(_rows_of(verdict, "candidate"))),
+        Series("predicted", "predicted", _predicted(learned)),
     ]
     present = [s for s in series if s.values]
     if not any(s.style == "candidate" for s in present):
         return None
     positions = [str(i + 1) for i in range(max(len(s.values) for s in present))]
-    return {"series": present, "chart": charts.bars(present, positions, "position in the draft")}
+    return {
+        "series": present,
+        "chart": charts.bars(present, positions, "position in the draft", charts.NARROW),
+    }
 
 
 def _by_position(rows: Sequence[dict[str, Any]]) -> list[float]:
@@ -233,7 +247,7 @@ def _curves(learned: Learned) -> list[dict[str, Any]]:
         shown = [n for n in names if points and all(n in p for p in points)]
         series = [Series(names[n][0], names[n][1], [float(p[n]) for p in points]) for n in shown]
         if series and len(points) > 1:
-            chart = charts.lines(series, [float(p["step"]) for p in points], "training step")
+            chart = charts.lines(series, [float(p["step"]) for p in points], "training step", charts.NARROW)
             found.append({"title": title, "series": series if len(series) > 1 else [], "chart": chart})
     return found
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+
 from strop.serving.arrivals import ArrivalsError, load_arrivals, poisson, scaled
 from strop.serving.client import Outcome, auth_headers
 from strop.serving.home import write_atomic
