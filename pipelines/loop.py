@@ -5,9 +5,7 @@ interrupted anywhere is resumed by calling `run_loop` again: finished stages are
 half-done one starts again from what its own folder holds.
 """
 
-import asyncio
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,16 +19,15 @@ import ray
 from ray.actor import ActorHandle
 
 from strop.evals.judge import judge_blocking
-from strop.evals.losslessness import outputs_agree
 from strop.evals.proposal import Budget, Candidate, Declined, Learner
 from strop.evals.verdict import Verdict
+from strop.pipelines.deployment import champion_of, checker, serving_stack, temporary_fleet, warm_prompts
 from strop.pipelines.progress import Board
 from strop.pipelines.recording import write_report
 from strop.pipelines.registry import LoopJournal, Registry
 from strop.pipelines.settings import Settings
-from strop.serving.fleet import FleetUnavailable, connect, leased, start_fleet, start_ray, stop_ray
+from strop.serving.fleet import FleetUnavailable, connect, leased
 from strop.serving.journal import recover
-from strop.serving.process import free_port
 from strop.serving.rollout import Rollout, roll_out
 from strop.serving.stack import Stack
 from strop.serving.traces import PROBE_TENANT, Trace, TraceSet, TraceStore, split_by_session
@@ -89,32 +86,6 @@ def run_loop(
         except BaseException:
             journal.interrupted()
             raise
-
-
-def serving_stack(settings: Settings, home: Path, registry: Registry) -> Stack:
-    """The Stack that serves now: the fleet's, else the registry's champion if it fits strop.yaml, else the plain model."""
-    try:
-        fleet = connect(home)
-        return champion_of(fleet)
-    except FleetUnavailable:
-        pass
-    serving = settings.serving
-    plain = Stack.build(
-        settings.model_path, serving.served_model, serving.dtype, dict(serving.engine_args), serving.replicas
-    )
-    champion = registry.champion()
-    if champion and champion.numerics == plain.numerics:
-        return plain.model_copy(update={"speculator": champion.speculator})
-    return plain
-
-
-def champion_of(fleet: ActorHandle) -> Stack:
-    """The Stack that a running fleet gives most sessions to."""
-    status = ray.get(fleet.status.remote())
-    pool = max(status.pools, key=lambda p: p.share, default=None)
-    if pool is None or pool.share == 0:
-        raise LoopError("The fleet runs but serves no Stack yet; wait until `strop serve` says it is ready.")
-    return Stack.from_json(ray.get(fleet.stacks.remote())[pool.fingerprint])
 
 
 @dataclass(slots=True)
@@ -336,48 +307,6 @@ _EVENTS = {
     "cut over": 0.9,
     "drained": 1.0,
 }
-
-
-@contextmanager
-def temporary_fleet(settings: Settings, home: Path, champion: Stack) -> Iterator[ActorHandle]:
-    """A fleet on ports of its own that serves `champion` for the duration of a `with` block."""
-    start_ray(home, settings.serving.ray_address)
-    try:
-        serving = settings.serving.model_copy(update={"port": free_port(), "host": "127.0.0.1"})
-        fleet = start_fleet(serving, home, announce=False)
-        try:
-            ray.get(fleet.add.remote(champion.to_json()))
-            ray.get(fleet.route.remote({champion.fingerprint: 1.0}))
-            yield fleet
-        finally:
-            ray.get(fleet.shutdown.remote())
-    finally:
-        stop_ray()
-
-
-def checker(champion: Stack, candidate: Stack, traces: TraceSet) -> Callable[[str, str], list[str]]:
-    """A check for `roll_out`: a few held-out requests must be answered alike."""
-
-    def check(champion_url: str, candidate_url: str) -> list[str]:
-        agreement = asyncio.run(outputs_agree(champion, champion_url, candidate, candidate_url, traces))
-        different = agreement.losslessness.different if agreement.losslessness else 0
-        differs = (
-            f"{different} of {agreement.losslessness.requests} greedy requests"
-            if agreement.losslessness
-            else ""
-        )
-        return [*agreement.errors, *([f"{differs} came out differently"] if different else [])]
-
-    return check
-
-
-def warm_prompts(traces: TraceSet, limit: int = 8) -> list[dict[str, Any]]:
-    """Chat bodies whose prompts begin as the newest sessions' do, one for each distinct beginning."""
-    seen: dict[str, dict[str, Any]] = {}
-    for trace in traces:
-        if trace.endpoint == "chat":
-            seen.setdefault(trace.messages[:4096], {"messages": json.loads(trace.messages)})
-    return list(seen.values())[-limit:]
 
 
 def _outcome(

@@ -68,7 +68,7 @@ def engine_environment(
             # Threads of a waiting replica must not spin on the cores of the one that works.
             "KMP_BLOCKTIME": "1",
         }
-        preload = [str(path) for path in (_tcmalloc(), _intel_openmp()) if path]
+        preload = [str(path) for path in (tcmalloc(), _intel_openmp()) if path]
         if preload:
             env["LD_PRELOAD"] = ":".join(preload)
     return env
@@ -82,7 +82,7 @@ def cores_of_replica(index: int, replicas: int) -> list[int]:
     return cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas]
 
 
-def _tcmalloc() -> Path | None:
+def tcmalloc() -> Path | None:
     folders = (Path("/usr/lib"), Path("/usr/lib64"), *Path("/usr/lib").glob("*-linux-gnu"))
     names = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
     return next((f / n for f in folders for n in names if (f / n).is_file()), None)

@@ -333,10 +333,6 @@ def start_ray(home: Path, address: str | None) -> None:
     )
 
 
-def stop_ray() -> None:
-    ray.shutdown()
-
-
 def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> ActorHandle:
     """Start the fleet actor (Ray must be initialised); with `announce`, `connect` finds it.
 

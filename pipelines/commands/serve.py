@@ -1,0 +1,77 @@
+"""`strop serve`."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Configuration file (default: ./strop.yaml).")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Serve the plain model, not the registry's champion.")
+    ] = False,
+) -> None:
+    """Serve the champion: replicas, a cache-aware router, and a gateway with an OpenAI-compatible endpoint.
+
+    Runs until Ctrl-C or SIGTERM, finishes the requests under way, and leaves no process behind.
+    """
+    import ray
+    from rich.console import Console
+
+    from strop.pipelines.deployment import plain_stack, serving_stack
+    from strop.pipelines.registry import Registry
+    from strop.pipelines.settings import load_settings
+    from strop.serving.fleet import explain, start_fleet, start_ray
+    from strop.serving.home import home
+    from strop.serving.process import ProcessError, port_is_free
+
+    settings = load_settings(config)
+    serving = settings.serving
+    if not port_is_free(serving.host, serving.port):
+        raise ProcessError(
+            f"Port {serving.port} on {serving.host} is in use. Stop what listens there, or set serving.port to another."
+        )
+    console = Console(stderr=True)
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+
+    registry = Registry(home(), settings.experiment)
+    stack = plain_stack(settings) if plain else serving_stack(settings, home(), registry)
+    number = registry.ensure(stack)
+    console.print(f"Stack {stack.fingerprint[:12]} (version {number}): {stack.served_model}, {stack.engine.dtype}, "
+                  f"{stack.topology.replicas} replica(s), speculator: {stack.speculator.method if stack.speculator else 'none'}")  # fmt: skip
+    with console.status("starting Ray"):
+        start_ray(home(), serving.ray_address)
+    try:
+        fleet = start_fleet(serving, home())
+        try:
+            with console.status("starting vLLM, which takes a minute or two on a CPU"):
+                started = fleet.add.remote(stack.to_json())
+                while not over.is_set() and not ray.wait([started], timeout=0.5)[0]:
+                    pass
+                if not over.is_set():
+                    ray.get(started)
+                    ray.get(fleet.route.remote({stack.fingerprint: 1.0}))
+            if not over.is_set():
+                registry.promote(number)
+                console.print(
+                    f"Ready: http://{serving.host}:{serving.port}/v1, model {serving.served_model!r}. Ctrl-C stops it."
+                )
+            over.wait()
+            console.print("Stopping: finishing the requests under way.")
+        except ray.exceptions.RayError as error:
+            raise ProcessError(explain(error)) from None
+        finally:
+            (home() / "run" / "fleet.json").unlink(missing_ok=True)
+            ray.get(fleet.shutdown.remote())
+    finally:
+        ray.shutdown()
+    # Ray's own threads can hold an interpreter for seconds after everything is stopped.
+    os._exit(0)

@@ -1,0 +1,143 @@
+"""What serves and how it is replaced: the champion, an operator's cut-over, a fleet for a while."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from strop.evals.losslessness import outputs_agree
+from strop.pipelines.registry import Registry, Version
+from strop.pipelines.settings import Settings
+from strop.serving.fleet import FleetUnavailable, connect, start_fleet, start_ray
+from strop.serving.journal import recover
+from strop.serving.process import free_port
+from strop.serving.rollout import Event, Rollout, roll_out
+from strop.serving.stack import Stack
+from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
+
+
+class DeploymentError(RuntimeError):
+    """The fleet is not in a state to be worked with; the message says what to do."""
+
+
+def serving_stack(settings: Settings, home: Path, registry: Registry) -> Stack:
+    """The Stack that serves now: the fleet's, else the registry's champion if it fits strop.yaml, else the plain model."""
+    try:
+        fleet = connect(home)
+        return champion_of(fleet)
+    except FleetUnavailable:
+        pass
+    plain = plain_stack(settings)
+    champion = registry.champion()
+    if champion and champion.numerics == plain.numerics:
+        return plain.model_copy(update={"speculator": champion.speculator})
+    return plain
+
+
+def plain_stack(settings: Settings) -> Stack:
+    """The Stack that strop.yaml describes, with nothing learned in it. Raises StackError."""
+    serving = settings.serving
+    return Stack.build(
+        settings.model_path, serving.served_model, serving.dtype, dict(serving.engine_args), serving.replicas
+    )
+
+
+def cut_over(
+    settings: Settings, home: Path, registry: Registry, version: Version, on_event: Callable[[Event], None]
+) -> Rollout:
+    """Make a registered version the champion by an operator's word: checked and warmed, without a canary."""
+    candidate = registry.stack(version.fingerprint)
+    try:
+        fleet = connect(home)
+    except FleetUnavailable:
+        registry.promote(version.number)
+        return Rollout(True, "no fleet is running, so it takes effect at the next `strop serve`", [])
+    champion = champion_of(fleet)
+    if champion.fingerprint == candidate.fingerprint:
+        result = Rollout(True, "it was already serving", [])
+    else:
+        recent = recent_traces(home, champion)
+        result = roll_out(
+            fleet,
+            champion,
+            candidate,
+            store=TraceStore(home / "traces"),
+            check=checker(champion, candidate, recent),
+            warm=warm_prompts(recent),
+            settings=settings.serving.canary,
+            canary=False,
+            on_event=on_event,
+        )
+    if result.promoted:
+        registry.promote(version.number)
+    return result
+
+
+def recent_traces(home: Path, stack: Stack, limit: int = 64) -> list[Trace]:
+    """Some of the newest requests that `stack` served."""
+    recover(home / "traces")
+    served = TraceStore(home / "traces").scan(
+        lambda t: t.stack == stack.fingerprint and t.tenant != PROBE_TENANT
+    )
+    return list(deque(served, maxlen=limit))
+
+
+def champion_of(fleet: ActorHandle) -> Stack:
+    """The Stack that a running fleet gives most sessions to."""
+    status = ray.get(fleet.status.remote())
+    pool = max(status.pools, key=lambda p: p.share, default=None)
+    if pool is None or pool.share == 0:
+        raise DeploymentError(
+            "The fleet runs but serves no Stack yet; wait until `strop serve` says it is ready."
+        )
+    return Stack.from_json(ray.get(fleet.stacks.remote())[pool.fingerprint])
+
+
+@contextmanager
+def temporary_fleet(settings: Settings, home: Path, champion: Stack) -> Iterator[ActorHandle]:
+    """A fleet on ports of its own that serves `champion` for the duration of a `with` block."""
+    start_ray(home, settings.serving.ray_address)
+    try:
+        serving = settings.serving.model_copy(update={"port": free_port(), "host": "127.0.0.1"})
+        fleet = start_fleet(serving, home, announce=False)
+        try:
+            ray.get(fleet.add.remote(champion.to_json()))
+            ray.get(fleet.route.remote({champion.fingerprint: 1.0}))
+            yield fleet
+        finally:
+            ray.get(fleet.shutdown.remote())
+    finally:
+        ray.shutdown()
+
+
+def checker(champion: Stack, candidate: Stack, traces: Iterable[Trace]) -> Callable[[str, str], list[str]]:
+    """A check for `roll_out`: a few of the requests in `traces` must be answered alike (none: nothing to compare)."""
+
+    def check(champion_url: str, candidate_url: str) -> list[str]:
+        if not any(True for _ in traces):
+            return []
+        agreement = asyncio.run(outputs_agree(champion, champion_url, candidate, candidate_url, traces))
+        different = agreement.losslessness.different if agreement.losslessness else 0
+        differs = (
+            f"{different} of {agreement.losslessness.requests} greedy requests"
+            if agreement.losslessness
+            else ""
+        )
+        return [*agreement.errors, *([f"{differs} came out differently"] if different else [])]
+
+    return check
+
+
+def warm_prompts(traces: Iterable[Trace], limit: int = 8) -> list[dict[str, Any]]:
+    """Chat bodies whose prompts begin as the newest sessions' do, one for each distinct beginning."""
+    seen: dict[str, dict[str, Any]] = {}
+    for trace in traces:
+        if trace.endpoint == "chat":
+            seen.setdefault(trace.messages[:4096], {"messages": json.loads(trace.messages)})
+    return list(seen.values())[-limit:]
