@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import httpx
 import orjson
+
 from strop.serving.traces import Speculation
 
 Endpoint = Literal["chat", "completions"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import httpx
 import numpy as np
+
 from strop.serving.client import Outcome, send
 from strop.serving.sessions import Session
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
+
 from strop.serving.client import PATHS, Endpoint, Outcome
 
 MAX_LINE_BYTES = 16 << 20

@@ -38,6 +38,9 @@ MAX_TOKENS = {
 }
 """`max_tokens` by kind."""
 
+ON_SELECTION = ("docstring", "types", "test", "edit")
+"""Kinds for which the editor sends the selected function along, even if it was shown before."""
+
 SAMPLED_SHARE = 0.15
 TURNS = (2, 3, 4)
 TURN_WEIGHTS = (0.4, 0.35, 0.25)
@@ -48,12 +51,11 @@ SYSTEM = """\
 You are a coding assistant inside an editor. The user's open Python file is shown below.
 
 Rules:
-- Answer for the code as it is shown. Do not invent functions that are not there.
-- Be brief: no greeting, no summary of the question, no closing remark.
-- Put code into one ```python block. When asked for code only, write nothing outside of it.
-- When asked for a list, write one markdown bullet a line: - `name`: what it does.
-- When a JSON format is given, write one JSON object and nothing else.
-- When a change is asked for, return the whole function with the change and keep everything else as it is.
+- Begin with the answer and be brief: no greeting, no closing remark.
+- Put code into one ```python block. Asked for code only, write nothing outside of it.
+- Asked for a list, write one markdown bullet a line: - `name`: what it does.
+- Asked for JSON, write one JSON object and nothing else.
+- Asked for a change, return the whole function with that change and keep the rest of it as it is.
 
 Tools:
 - read_file(path, first_line, last_line): shows part of a file.
@@ -144,8 +146,8 @@ def _turns(rng: random.Random, module: Module, model: str, max_prompt_tokens: in
             editable = [other for other in module.others if _editable(other)]
             function, kind = (rng.choice(editable), kind) if editable else (function, "docstring")
         asked, extra = _ask(rng, kind, module, function)
-        if kind != "list" and function not in known:
-            asked = f"{asked}\n```python\n{function.code}\n```"
+        if kind in ON_SELECTION or (kind != "list" and function not in known):
+            asked = f"```python\n{function.code}\n```\n{asked}"
             known.add(function)
         prompt_tokens += estimate_tokens(asked)
         if number and prompt_tokens > max_prompt_tokens:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from strop.serving.arrivals import Arrival, ArrivalsError, load_arrivals, poisson, scaled
 
 DATA = Path(__file__).parents[2] / "../shared/data"

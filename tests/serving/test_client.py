@@ -10,6 +10,7 @@ import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from strop.serving.client import Outcome, send
 from strop.serving.traces import Speculation
 

@@ -13,12 +13,13 @@ import typer
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
+
 from strop.pipelines.commands.replay import replay as command
 from strop.serving.client import Outcome
 from strop.serving.replay import replay, summarise
 from strop.serving.sessions import Session, Turn
 from strop.serving.traces import Speculation
-from typer.testing import CliRunner
 
 TOKEN_S = 0.005
 TOKENS = 4

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from strop.serving.client import Outcome
 from strop.serving.sessions import MAX_LINE_BYTES, Session, Turn, WorkloadError, load_jsonl, spoken
 from strop.serving.source_code import EXCERPT_TOKENS, MODULES, estimate_tokens, modules
@@ -163,7 +164,7 @@ def test_an_edit_names_an_argument_that_is_there() -> None:
         for turn in session.turns:
             shown += "".join(message["content"] for message in turn.messages)
             if turn.kind == "edit":
-                asked = turn.messages[-1]["content"].split("```")[0]
+                asked = turn.messages[-1]["content"].split("```")[-1]
                 (old,) = re.findall(r"(?:argument|rename) `(\w+)`", asked, re.IGNORECASE)
                 (new,) = re.findall(r"(?:to|becomes) `(\w+)`", asked)
                 assert old != new and re.search(rf"def .*\b{old}\b", shown, re.DOTALL)
