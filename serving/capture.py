@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
+
 from strop.serving.journal import TraceWriter
 from strop.serving.settings import CaptureSettings
 from strop.serving.sse import EventSplitter, payload
@@ -90,11 +91,11 @@ class Capture:
         if scope["method"] != "POST" or scope["path"] not in ENDPOINTS or not self.config.enabled:
             await self.app(scope, receive, send)
             return
-        body, receive = await _read_body(headers, receive)
+        body, again = await _read_body(headers, receive)
         exchange = _guarded(_Exchange.begin, None, scope, headers, request_id, body, send) if body else None
         if exchange is None:
             counts.passed_untouched += 1
-            await self.app(scope, receive, send)
+            await self.app(scope, again, send)
             return
         await self._record(exchange, receive)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import orjson
 import pyarrow as pa
 import pyarrow.json
+
 from strop.serving.home import write_atomic
 from strop.serving.traces import SCHEMA, Trace, TraceStore
 

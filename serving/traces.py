@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from strop.serving.home import sync_folder, write_atomic
 
 

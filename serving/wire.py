@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import orjson
+
 from strop.serving.traces import Choice, Speculation, Trace
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
