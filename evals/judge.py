@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 import httpx
+
 from strop.evals.losslessness import compare_outputs
 from strop.evals.metrics import compare, same_lengths, samples
 from strop.evals.proposal import Progress
@@ -60,7 +61,7 @@ async def judge(
         champion=champion.fingerprint,
         candidate=candidate.fingerprint,
         passed=all(gate.passed for gate in gates),
-        summary=_summary(gates, comparisons, losslessness, settings),
+        summary=_summary(gates, comparisons, losslessness),
         comparisons=comparisons,
         losslessness=losslessness,
         gates=gates,
@@ -194,14 +195,11 @@ def _summary(
     gates: Sequence[Gate],
     comparisons: Sequence[Comparison],
     losslessness: Losslessness | None,
-    settings: EvalSettings,
 ) -> str:
     by_name = {c.metric: c for c in comparisons if c.slice == "all"}
     parts = []
     if decode := by_name.get("decode_tokens_per_s"):
-        interval = (
-            f"{settings.confidence * 100:g} % interval {decode.ratio_low:.2f} to {decode.ratio_high:.2f}"
-        )
+        interval = f"95 % interval {decode.ratio_low:.2f} to {decode.ratio_high:.2f}"
         parts.append(
             f"decodes {decode.ratio:.2f} times as fast ({interval}; {decode.champion:.1f} to "
             f"{decode.candidate:.1f} tokens/s)"

@@ -98,7 +98,6 @@ def _compare(metric: Metric, name: str, pairs: Sequence[Pair], settings: EvalSet
         candidate,
         [session for session, _, _ in shown],
         samples=settings.bootstrap_samples,
-        confidence=settings.confidence,
         seed=settings.seed,
     )
     return Comparison(

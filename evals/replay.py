@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import httpx
+
 from strop.evals.settings import EvalSettings
 from strop.serving.client import Endpoint, Outcome, send
 from strop.serving.traces import Trace

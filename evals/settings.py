@@ -1,6 +1,7 @@
 """The `evals:` section of strop.yaml."""
 
 from pydantic import Field
+
 from strop.serving.settings import Section
 
 
@@ -16,9 +17,7 @@ class EvalSettings(Section):
     request_timeout_s: float = Field(default=300, gt=0)
     """Longest time one replayed request may take before it counts as failed."""
     bootstrap_samples: int = Field(default=2000, ge=200)
-    """Resamplings of the sessions behind each interval."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Coverage of the intervals."""
+    """Resamplings of the sessions behind each 95 % interval."""
     max_time_ratio: float = Field(default=1.0, gt=0, le=1)
     """The whole interval of candidate over champion time must lie below this; lower asks for more gain."""
     seed: int = 0

@@ -35,7 +35,7 @@ class OutputDifference(_Frozen):
     champion_token: int
     candidate_token: int
     logprob_gap: float | None
-    """Champion's log-probability of its own token minus that of the candidate's, nats; None if not in the top 20."""
+    """Champion's log-probability of its own token minus that of the candidate's, nats; None if it did not say."""
     tie: bool
     """Whether the gap is within the numeric noise of the dtype, so that either token is a right answer."""
 
@@ -73,8 +73,9 @@ class Verdict(_Frozen):
     losslessness: Losslessness | None
     gates: tuple[Gate, ...]
     samples: tuple[dict[str, Any], ...] = ()
-    """One row a request and Stack: request_id, stack ('champion'|'candidate'), slice, ttft_s, e2e_s,
-    inter_token_s (mean), output_tokens, acceptance_length, accepted_by_position, error."""
+    """One row a request and Stack: request_id, session, stack ('champion'|'candidate'), slice, ttft_s, e2e_s,
+    inter_token_s (mean), prompt_tokens, cached_tokens, output_tokens, acceptance_length, steps,
+    accepted_by_position, error."""
 
     def metric(self, name: str, slice_: str = "all") -> Comparison:
         """The comparison of that name. Raises KeyError."""

@@ -248,7 +248,7 @@ def _curves(learned: Learned) -> list[dict[str, Any]]:
         series = [Series(names[n][0], names[n][1], [float(p[n]) for p in points]) for n in shown]
         if series and len(points) > 1:
             chart = charts.lines(series, [float(p["step"]) for p in points], "training step", charts.NARROW)
-            found.append({"title": title, "series": series if len(series) > 1 else [], "chart": chart})
+            found.append({"title": title, "series": series, "chart": chart})
     return found
 
 
@@ -297,10 +297,10 @@ def _weights(rollout: Sequence[RolloutEvent]) -> str:
 def _seconds(value: float | None) -> str:
     if value is None:
         return "–"
-    if value < 1:
+    if 0 < value < 1:
         return f"{1000 * value:.0f} ms"
     if value < 120:
-        return f"{value:.1f} s"
+        return f"{value:.3g} s"
     if value < 7200:
         return f"{value // 60:.0f} min {value % 60:02.0f} s"
     return f"{value // 3600:.0f} h {value % 3600 // 60:02.0f} min"

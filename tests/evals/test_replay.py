@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+
 from strop.evals.replay import kind_of, rebuild, select
 from strop.evals.settings import EvalSettings
 from strop.serving.traces import Choice, Trace

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from strop.evals.statistics import Ratio, Totals, paired_ratio
 
 latencies = st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=40)
