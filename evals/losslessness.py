@@ -34,7 +34,7 @@ def tie_bound(dtype: str) -> float:
 # How many rows are computed together changes the order of sums, hence the last bits of a logit, and a
 # logit between 16 and 32 has steps of 0.125 in bfloat16 and 0.0156 in float16: the bounds are three steps.
 # SmolLM2-135M in bfloat16, 36 prompts of 96 greedy tokens: 23 parted in a batch and 24 with an n-gram
-# drafter, all at gaps of 0 to 2 steps (0.25).
+# drafter, all at gaps of 0 to 2 steps (0.25). In float32 all 72 answers were the same.
 _TIE_BOUND = {"bfloat16": 0.4, "float16": 0.05, "float32": 1e-3}
 
 

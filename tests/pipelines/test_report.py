@@ -201,9 +201,9 @@ def test_text_from_outside_is_escaped_everywhere() -> None:
 
 
 def test_refused_candidate_says_why() -> None:
-    page = render(
-        report_data(outcome="refused", reason="It changed an answer.", verdicts=(verdict(False),), rollout=())
-    )
+    refused = verdict(False)
+    page = render(report_data(outcome="refused", reason=refused.summary, verdicts=(refused,), rollout=()))
+    assert page.count(refused.summary) == 1
     assert "The candidate was refused" in page and "✗ fail" in page and "<h2>Rollout</h2>" not in page
 
 
