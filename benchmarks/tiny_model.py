@@ -45,7 +45,8 @@ def make_tiny_model(folder: Path, seed: int = 0) -> Path:
         bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="bfloat16",
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config)
+    model.bfloat16()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
