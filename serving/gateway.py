@@ -19,7 +19,6 @@ FULL_WEIGHT = 128
 _CONFIGURATION = """\
 global
     maxconn 2048
-    # A request is retried elsewhere only while it is still in the buffer.
     tune.bufsize 262144
     stats socket {socket} mode 600 level admin
     hard-stop-after 30s
@@ -31,10 +30,12 @@ defaults
     timeout server 1h
     timeout queue 60s
     timeout http-request 30s
+    # A request can be sent again elsewhere only if all of it is in the buffer when it is first sent.
+    option http-buffer-request
     retries 3
     option redispatch 1
-    retry-on conn-failure empty-response 502 503
-    log-format "%ci [%tr] %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %ts %HM %HP"
+    retry-on conn-failure empty-response junk-response 502 503
+    log-format "%ci [%tr] %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %ts %rc %HM %HP"
     log stdout format raw local0 info
 
 frontend gateway

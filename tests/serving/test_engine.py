@@ -1,0 +1,44 @@
+import json
+import os
+from pathlib import Path
+
+from strop.serving.engine import cores_of_replica, engine_command, engine_environment
+from strop.serving.stack import Artifact, Speculator, Stack
+
+
+def test_the_command_line_says_what_the_stack_says(tiny_model: Path) -> None:
+    args = {"max-model-len": 512, "enforce-eager": True, "disable-log-stats": False, "seed": None}
+    stack = Stack.build(tiny_model, "tiny", "float32", args)
+    command = engine_command(stack, "127.0.0.1", 9000)
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[command.index("--max-model-len") + 1] == "512"
+    assert command[command.index("--dtype") + 1] == "float32"
+    assert "--enforce-eager" in command
+    assert "--disable-log-stats" not in command and "--seed" not in command
+    assert "--speculative-config" not in command
+    assert command[command.index("--middleware") + 1] == "strop.serving.capture.Capture"
+    assert "--middleware" not in engine_command(stack, "127.0.0.1", 9000, capture=False)
+
+
+def test_a_speculator_becomes_vllms_configuration(tiny_model: Path) -> None:
+    stack = Stack.build(tiny_model, "tiny")
+    drafter = Speculator(method="eagle3", draft_tokens=3, weights=Artifact.of(tiny_model))
+    command = engine_command(stack.model_copy(update={"speculator": drafter}), "127.0.0.1", 9000)
+    configuration = json.loads(command[command.index("--speculative-config") + 1])
+    assert configuration == {"method": "eagle3", "num_speculative_tokens": 3, "model": str(tiny_model)}
+
+
+def test_replicas_share_the_cores_without_overlap() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert cores_of_replica(0, 1) == cores
+    for replicas in range(1, len(cores) + 1):
+        shares = [cores_of_replica(i, replicas) for i in range(replicas)]
+        assert sorted(c for share in shares for c in share) == cores
+    assert cores_of_replica(len(cores), len(cores) + 1) == [cores[0]]
+
+
+def test_capture_is_configured_by_environment(tiny_model: Path) -> None:
+    stack = Stack.build(tiny_model, "tiny")
+    environment = engine_environment(stack, 1, [0], {"root": "/x", "stack": stack.fingerprint})
+    assert json.loads(environment["STROP_CAPTURE"])["stack"] == stack.fingerprint
+    assert "STROP_CAPTURE" not in engine_environment(stack, 1, [0], None)
