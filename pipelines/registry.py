@@ -195,6 +195,7 @@ class Registry:
                 "status": r.info.status,
                 "outcome": r.data.tags.get("strop.outcome"),
                 "report": r.data.tags.get("strop.report"),
+                "champion": r.data.tags.get("strop.champion", ""),
                 "started_ms": r.info.start_time,
                 "ended_ms": r.info.end_time,
             }
