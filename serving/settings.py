@@ -50,6 +50,8 @@ class ServingSettings(Section):
         "max-model-len": 4096,
         "max-num-seqs": 16,
         "enforce-eager": True,
+        "enable-auto-tool-choice": True,
+        "tool-call-parser": "hermes",
     }
     """vLLM arguments by long name without dashes; `true` is a bare flag, `false` and `null` are left out."""
     kv_cache_gib: int = Field(default=1, ge=1)

@@ -223,7 +223,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "test_plan": _object(
         function=_text(40),
-        cases=_list(_object(input=_text(40), expected=_text(40)), 3),
+        cases=_list(_object(input=_text(32), expected=_text(32)), 3),
         needs_mock={"type": "boolean"},
     ),
 }
