@@ -262,7 +262,7 @@ class Fleet:
                 "--worker-urls", *pool.urls,
                 "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
                 "--health-check-interval-secs", "2", "--health-failure-threshold", "2",
-                "--log-level", "warn", "--max-concurrent-requests", "2048", "--request-timeout-secs", "3600",
+                "--log-level", "warning", "--request-timeout-secs", "3600",
             ],
             self.home / "logs" / f"router-{pool.stack.fingerprint[:12]}.log",
             grace_s=10,
