@@ -20,6 +20,32 @@ StackPath = Annotated[str, typer.Argument(help="A manifest, a model folder, or -
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
+@app.command(name="ls")
+def list_versions(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Configuration file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The registered Stacks, newest first, and which of them serves."""
+    from dataclasses import asdict
+    from datetime import UTC, datetime
+
+    from strop.pipelines.registry import Registry
+    from strop.pipelines.settings import load_settings
+    from strop.serving.home import home
+
+    versions = Registry(home(), load_settings(config).experiment).versions()
+    if as_json:
+        typer.echo(json.dumps([asdict(version) for version in versions]))
+        return
+    table = Table("version", "fingerprint", "aliases", "made by", "registered (UTC)")
+    for v in versions:
+        at = datetime.fromtimestamp(v.created_ms / 1000, UTC)
+        table.add_row(
+            v.number, v.fingerprint[:16], ", ".join(v.aliases), v.loop or "hand", f"{at:%Y-%m-%d %H:%M}"
+        )
+    console.print(table)
+
+
 @app.command()
 def show(path: StackPath, as_json: AsJson = False) -> None:
     """The manifest and its identities. Files are not checked: see `verify`."""
