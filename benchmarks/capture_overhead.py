@@ -36,7 +36,7 @@ def main() -> None:
     arguments.add_argument(
         "--model", type=Path, help="Model folder; a tiny random-weight Llama if not given."
     )
-    arguments.add_argument("--pairs", type=int, default=400, help="Pairs of requests of each kind.")
+    arguments.add_argument("--pairs", type=int, default=200, help="Pairs of requests of each kind.")
     arguments.add_argument("--quick", action="store_true", help="60 pairs of each kind.")
     options = arguments.parse_args()
     pairs = 60 if options.quick else options.pairs
@@ -59,13 +59,13 @@ def servers(stack: Stack, folder: Path) -> Iterator[list[http.client.HTTPConnect
     with ExitStack() as stopping:
         started = []
         recording: dict[str, object] = {"root": str(folder / "traces"), "stack": stack.fingerprint}
-        for name, capture in (("bare", None), ("captured", recording)):
+        for number, (name, capture) in enumerate((("bare", None), ("captured", recording))):
             port = free_port()
             child = Child.start(
                 name,
                 engine_command(stack, "127.0.0.1", port, capture=capture is not None),
                 folder / f"{name}.log",
-                engine_environment(stack, 1, cores_of_replica(0, 1), capture),
+                engine_environment(stack, 1, cores_of_replica(number, 2), capture),
             )
             stopping.callback(child.stop)
             started.append((child, port))
