@@ -317,7 +317,8 @@ def start_ray(home: Path, address: str | None) -> None:
     import logging
     import os
 
-    os.environ.update(OFFLINE)
+    # Ray would run its workers, and so the engines, at the lowest priority.
+    os.environ.update(OFFLINE | {"RAY_worker_niceness": "0"})
     # Ray's sockets lie in its session folder, and a socket's path is limited to 107 bytes.
     folder = home / "ray" if len(str(home)) < 36 else None
     extra: dict[str, Any] = {} if address else {"num_cpus": 8, "include_dashboard": False}
