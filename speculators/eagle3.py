@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -101,8 +102,9 @@ class DraftConfig:
 class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim: int = config.head_dim
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
+        self.head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
         inputs = 2 * config.hidden_size
         self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
@@ -148,7 +150,9 @@ class Eagle3Draft(nn.Module):
     def layer_inputs(self, tokens_T: Tensor, hidden_TH: Tensor) -> Tensor:
         """Normed embedding of the next token beside the normed hidden state, [T, 2 x hidden]."""
         embedded = F.embedding(tokens_T, self.embeddings_VH).to(hidden_TH.dtype)
-        return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(hidden_TH)], dim=-1)
+        return torch.cat(
+            [self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(hidden_TH)], dim=-1
+        )
 
     def keys_values(self, inputs_TI: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, each [kv heads, T, head dim]."""
@@ -174,14 +178,20 @@ class Eagle3Draft(nn.Module):
     def initialise(self, target: Target) -> None:
         """Start as an early exit: the target's top stream through its last layer, norm and head."""
         state = target.model.state_dict()
-        last, hidden = f"model.layers.{target.config['num_hidden_layers'] - 1}.", self.config.llama["hidden_size"]
+        last, hidden = (
+            f"model.layers.{target.config['num_hidden_layers'] - 1}.",
+            self.config.llama["hidden_size"],
+        )
         with torch.no_grad():
             for name in ("q_proj", "k_proj", "v_proj"):
                 weight = getattr(self.midlayer.self_attn, name).weight
                 weight[:, :hidden].normal_(std=0.02)
                 weight[:, hidden:].copy_(state[f"{last}self_attn.{name}.weight"])
             copies = {f"midlayer.{n}": f"{last}{n}" for n in _SHARED_WITH_LAST_LAYER}
-            copies |= {"midlayer.hidden_norm.weight": f"{last}input_layernorm.weight", "norm.weight": "model.norm.weight"}
+            copies |= {
+                "midlayer.hidden_norm.weight": f"{last}input_layernorm.weight",
+                "norm.weight": "model.norm.weight",
+            }
             own = dict(self.named_parameters())
             for mine, theirs in copies.items():
                 own[mine].copy_(state[theirs])
@@ -190,6 +200,19 @@ class Eagle3Draft(nn.Module):
             self.fc.weight[:, top].add_(torch.eye(hidden))
             rows = torch.from_numpy(self.vocabulary.target_ids_V).to(target.head.device)
             self.lm_head.weight.copy_(target.head[rows])
+
+    def warm_start(self, other: "Eagle3Draft") -> None:
+        """Take over an earlier draft of the same shape; rows of new tokens keep their initial values."""
+        if other.config.llama != self.config.llama or other.config.aux_layers != self.config.aux_layers:
+            raise DraftError("the earlier draft has another shape than the target")
+        rows = torch.from_numpy(other.vocabulary.draft_ids()[self.vocabulary.target_ids_V])
+        known, theirs = rows >= 0, dict(other.named_parameters())
+        with torch.no_grad():
+            for name, mine in self.named_parameters():
+                if name == "lm_head.weight":
+                    mine[known] = theirs[name][rows[known]].to(mine)
+                elif name in theirs:
+                    mine.copy_(theirs[name])
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors that vLLM loads with method `eagle3`."""
@@ -209,7 +232,7 @@ def load_draft(folder: Path, embeddings_VH: Tensor) -> Eagle3Draft:
         target_ids = d2t + torch.arange(len(d2t)).numpy()
         draft = Eagle3Draft(config, embeddings_VH, DraftVocabulary(target_ids, len(t2d)))
         draft.load_state_dict(tensors)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise DraftError(f"{folder} is not an EAGLE-3 draft of this form: {error}") from None
     return draft
 

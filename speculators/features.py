@@ -46,7 +46,7 @@ class Target:
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> "Target":
         config = json.loads((folder / "config.json").read_text())
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, attn_implementation="sdpa"
         )
         model.eval().requires_grad_(False).to(device)
@@ -85,7 +85,8 @@ def extract(
     samples are skipped. `progress` gets samples done and in all; stops early when `keep_going`
     says so.
     """
-    ordered = sorted(samples, key=lambda s: s.tokens_T.tolist())
+    distinct = {s.digest: s for s in samples}.values()
+    ordered = sorted(distinct, key=lambda s: s.tokens_T.tolist())
     missing = [s for s in ordered if not feature_path(folder, s).is_file()]
     runner = _PrefixRunner(target)
     computed = 0
@@ -95,7 +96,10 @@ def extract(
         aux_TA, final_TH, new = runner.run(sample.tokens_T)
         computed += new
         kept = torch.from_numpy(stored_positions(sample.output_T)).to(final_TH.device)
-        tensors = {"aux": aux_TA.bfloat16().cpu().contiguous(), "final": final_TH[kept].bfloat16().cpu().contiguous()}
+        tensors = {
+            "aux": aux_TA.bfloat16().cpu().contiguous(),
+            "final": final_TH[kept].bfloat16().cpu().contiguous(),
+        }
         write_atomic(feature_path(folder, sample), save(tensors))
         progress(len(ordered) - len(missing) + done + 1, len(ordered))
     return computed

@@ -5,7 +5,7 @@ Step j at anchor t sees the recorded token t+1+j and predicts token t+2+j.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,8 +41,10 @@ class Batch:
         return int(self.valid_NJ[:, 0].sum())
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {n: getattr(self, n) for n in self.__slots__}
-        return Batch(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in moved.items()})
+        tensors = {
+            n: getattr(self, n).to(device) for n in self.__slots__ if isinstance(getattr(self, n), Tensor)
+        }
+        return replace(self, **tensors)
 
 
 def anchors_of(output_T: np.ndarray) -> np.ndarray:
@@ -105,7 +107,9 @@ def run_steps(draft: Eagle3Draft, batch: Batch) -> list[Tensor]:
     return logits
 
 
-def _attend(query_hNd: Tensor, key_hTd: Tensor, value_hTd: Tensor, own: list[tuple[Tensor, Tensor]], batch: Batch) -> Tensor:
+def _attend(
+    query_hNd: Tensor, key_hTd: Tensor, value_hTd: Tensor, own: list[tuple[Tensor, Tensor]], batch: Batch
+) -> Tensor:
     """Attention of each anchor over the target-fed keys up to itself and its own keys of later steps."""
     groups = query_hNd.shape[0] // key_hTd.shape[0]
     scale = query_hNd.shape[-1] ** -0.5

@@ -1,6 +1,5 @@
 """Train a draft on stored features: checkpointed, resumable to the bit, bounded in time."""
 
-import contextlib
 import json
 import math
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -19,29 +19,45 @@ from strop.speculators.eagle3 import Eagle3Draft
 from strop.speculators.features import load_features
 from strop.speculators.samples import Sample
 from strop.speculators.settings import SpeculatorSettings
-from strop.speculators.steps import Acceptance, anchors_of, distillation_loss, make_batch, measure, run_steps, soft_targets
+from strop.speculators.steps import (
+    Acceptance,
+    Batch,
+    anchors_of,
+    distillation_loss,
+    make_batch,
+    measure,
+    run_steps,
+    soft_targets,
+)
 
 _WARMUP_SHARE = 0.05
+_FINAL_RATE = 0.05
 _CALIBRATION_STEPS = 8
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(slots=True)
 class Journal:
-    """Where training stands; the weights and the optimiser's moments lie beside it."""
+    """Where training stands; the checkpoint holds it beside the weights and moments it belongs to."""
 
     step: int = 0
     total_steps: int = 0
+    """Length of the schedule: all epochs, or what fits in the time."""
     spent_s: float = 0.0
     trained_tokens: int = 0
+    loss_sum: float = 0.0
+    """Of the training losses since the last validation."""
     best_length: float = 0.0
+    """Predicted acceptance length of the best checkpoint, the bonus token included."""
+    best_acceptance: list[float] = field(default_factory=list)
+    """Accepted drafts by position per drafting step, of the best checkpoint."""
     validations_since_best: int = 0
     curve: list[dict[str, object]] = field(default_factory=list)
-    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One line of progress."""
+    """Progress after an optimiser step."""
 
     done: float
     loss: float
@@ -50,19 +66,28 @@ class Status:
     left_s: float
 
 
-def batches_of_epoch(samples: Sequence[Sample], epoch: int, batch_tokens: int) -> list[list[Sample]]:
-    """A fixed shuffle of the samples that have anchors, cut into batches of about `batch_tokens` anchors."""
-    usable = [s for s in samples if len(anchors_of(s.output_T))]
-    order = np.random.default_rng(epoch).permutation(len(usable))
-    batches: list[list[Sample]] = [[]]
-    size = 0
-    for i in order:
-        if size >= batch_tokens:
-            batches.append([])
-            size = 0
-        batches[-1].append(usable[i])
-        size += len(anchors_of(usable[i].output_T))
-    return batches if usable else []
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    draft: Eagle3Draft
+    head_VH: Tensor
+    features: Path
+    settings: SpeculatorSettings
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.fc.weight.device
+
+    def batch(self, samples: Sequence[Sample]) -> Batch:
+        features = [load_features(self.features, s) for s in samples]
+        ids = self.draft.vocabulary.draft_ids()
+        return make_batch(samples, features, ids, self.settings.draft_tokens).to(self.device)
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = run_steps(self.draft, batch)
+            targets = soft_targets(batch, self.head_VH)
+            return distillation_loss(logits, batch, targets, self.settings.step_weight), logits
 
 
 def train(
@@ -80,126 +105,143 @@ def train(
     """Train `draft` in place and leave it at its best validation checkpoint.
 
     `head_rows_VH` are the target's output rows of the draft vocabulary. `folder` keeps the
-    checkpoints: called again with the same arguments, training continues as if it had never
-    stopped. Ends after its epochs, when validation stops improving, or before `deadline_s`
-    (time.monotonic). Under torch.distributed each rank takes every world-size-th batch.
+    checkpoints: called again with the same arguments, training goes on as if it had never
+    stopped. It ends after its epochs, when validation stops improving, or at `deadline_s`
+    (of time.monotonic). Under torch.distributed each rank takes every world-size-th batch.
     """
-    device = draft.fc.weight.device
-    optimiser = torch.optim.AdamW(draft.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    setup = _Setup(draft, head_rows_VH.to(draft.fc.weight.device, dtype), features, settings, dtype)
+    optimiser = torch.optim.AdamW(
+        draft.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
     journal = _restore(folder, draft, optimiser)
-    draft_ids = draft.vocabulary.draft_ids()
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    head = head_rows_VH.to(device, dtype)
-
-    def loaded(group: Sequence[Sample]):
-        return make_batch(group, [load_features(features, s) for s in group], draft_ids, settings.draft_tokens).to(device)
-
-    def validate() -> tuple[float, Acceptance]:
-        groups = batches_of_epoch(validation or training[:8], 0, settings.batch_tokens)
-        total, losses = Acceptance(0, (0,) * settings.draft_tokens), []
-        draft.eval()
-        with torch.no_grad(), autocast:
-            for group in groups:
-                batch = loaded(group)
-                logits = run_steps(draft, batch)
-                losses.append(float(distillation_loss(logits, batch, soft_targets(batch, head), settings.step_weight)))
-                total = total + measure(logits, batch)
-        draft.train()
-        return sum(losses) / max(1, len(losses)), total
-
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    steps_per_epoch = math.ceil(len(batches_of_epoch(training, 0, settings.batch_tokens)) / world)
-    planned = settings.epochs * steps_per_epoch
-    started, before_s, saved = time.monotonic(), journal.spent_s, time.monotonic()
-    stop_at = min(deadline_s, started + settings.minutes * 60 - before_s)
-    journal.total_steps = journal.total_steps or planned
-    validate_every = max(1, steps_per_epoch)
+    per_epoch = max(1, math.ceil(len(batches_of_epoch(training, 0, settings.batch_tokens)) / world))
+    journal.total_steps = journal.total_steps or settings.epochs * per_epoch
+    started = saved = time.monotonic()
+    spent_before = journal.spent_s
+    stop_at = min(deadline_s, started + settings.minutes * 60 - spent_before)
     draft.train()
-    loss_sum = 0.0
-    for step, group in _steps(training, settings, journal.step, rank, world):
-        if journal.finished or step >= journal.total_steps or time.monotonic() > stop_at:
+    for step, samples in _steps(training, settings, journal.step, rank, world):
+        timed_out = time.monotonic() > stop_at
+        if timed_out or step >= journal.total_steps or journal.validations_since_best >= settings.patience:
             break
-        for parameters in optimiser.param_groups:
-            parameters["lr"] = settings.learning_rate * _schedule(step, journal.total_steps)
-        with autocast:
-            batch = loaded(group)
-            loss = distillation_loss(run_steps(draft, batch), batch, soft_targets(batch, head), settings.step_weight)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        _average_gradients(draft, world)
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        optimiser.step()
-        journal.step, journal.trained_tokens = step + 1, journal.trained_tokens + batch.tokens * world
-        journal.spent_s = before_s + time.monotonic() - started
-        loss_sum += loss.item()
+        loss = _optimise(setup, optimiser, setup.batch(samples), step / journal.total_steps, world)
+        journal.step, journal.loss_sum = step + 1, journal.loss_sum + loss
+        journal.trained_tokens += world * sum(len(anchors_of(s.output_T)) for s in samples)
+        journal.spent_s = spent_before + time.monotonic() - started
         if journal.step == _CALIBRATION_STEPS and world == 1:
-            fits = int((stop_at - started) / (journal.spent_s / journal.step) * 0.9)
-            journal.total_steps = max(_CALIBRATION_STEPS, min(planned, fits))
-        if journal.step % validate_every == 0 or journal.step == journal.total_steps:
-            validation_loss, acceptance = validate()
-            journal.curve.append(
-                {
-                    "step": journal.step,
-                    "loss": loss_sum / max(1, journal.step % validate_every or validate_every),
-                    "validation_loss": validation_loss,
-                    "acceptance": acceptance.by_position,
-                    "acceptance_length": acceptance.length,
-                    "spent_s": journal.spent_s,
-                }
-            )
-            loss_sum = 0.0
-            if acceptance.length > journal.best_length:
-                journal.best_length, journal.validations_since_best = acceptance.length, 0
-                _write_tensors(folder / "best.safetensors", dict(draft.named_parameters()))
-            else:
-                journal.validations_since_best += 1
-            journal.finished = journal.validations_since_best >= settings.patience
+            fits = journal.step + int((stop_at - time.monotonic()) / journal.spent_s * journal.step * 0.9)
+            journal.total_steps = min(journal.total_steps, fits)
+        if journal.step % per_epoch == 0 or journal.step == journal.total_steps:
+            _validate(setup, validation, journal, folder)
         if time.monotonic() - saved > settings.checkpoint_s:
             _checkpoint(folder, draft, optimiser, journal)
             saved = time.monotonic()
-        rate = journal.trained_tokens / max(journal.spent_s, 1e-9)
-        left = journal.spent_s / journal.step * (journal.total_steps - journal.step)
-        on_status(Status(journal.step / journal.total_steps, loss.item(), journal.best_length, rate, left))
+        rate = journal.trained_tokens / journal.spent_s
+        left_s = journal.spent_s / journal.step * (journal.total_steps - journal.step)
+        on_status(Status(journal.step / journal.total_steps, loss, journal.best_length, rate, left_s))
+    if not journal.curve or journal.curve[-1]["step"] != journal.step:
+        _validate(setup, validation, journal, folder)
+    _checkpoint(folder, draft, optimiser, journal)
+    _load_weights(draft, load_file(str(folder / "best.safetensors")))
+    draft.eval()
     return journal
 
 
-def _schedule(step: int, total: int) -> float:
-    """Linear warm-up, then a cosine down to a twentieth."""
-    warmup = max(1, round(total * _WARMUP_SHARE))
-    if step < warmup:
-        return (step + 1) / warmup
-    place = (step - warmup) / max(1, total - warmup)
-    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, place)))
+def batches_of_epoch(samples: Sequence[Sample], epoch: int, batch_tokens: int) -> list[list[Sample]]:
+    """A fixed shuffle of the samples that have anchors, cut where a batch reaches `batch_tokens` anchors."""
+    usable = [s for s in samples if len(anchors_of(s.output_T))]
+    batches: list[list[Sample]] = []
+    room = 0
+    for i in np.random.default_rng(epoch).permutation(len(usable)):
+        if room <= 0:
+            batches.append([])
+            room = batch_tokens
+        batches[-1].append(usable[i])
+        room -= len(anchors_of(usable[i].output_T))
+    return batches
+
+
+def evaluate(setup: _Setup, samples: Sequence[Sample]) -> tuple[float, Acceptance]:
+    """Mean loss and predicted acceptance over `samples`."""
+    losses, acceptance = [], Acceptance(0, (0,) * setup.settings.draft_tokens)
+    setup.draft.eval()
+    with torch.no_grad():
+        for group in batches_of_epoch(samples, 0, setup.settings.batch_tokens):
+            batch = setup.batch(group)
+            loss, logits = setup.loss_and_logits(batch)
+            losses.append(float(loss))
+            acceptance += measure(logits, batch)
+    setup.draft.train()
+    return sum(losses) / max(1, len(losses)), acceptance
+
+
+def _optimise(
+    setup: _Setup, optimiser: torch.optim.Optimizer, batch: Batch, place: float, world: int
+) -> float:
+    for group in optimiser.param_groups:
+        group["lr"] = setup.settings.learning_rate * _schedule(place)
+    loss, _ = setup.loss_and_logits(batch)
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    if world > 1:
+        for parameter in setup.draft.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+    torch.nn.utils.clip_grad_norm_(setup.draft.parameters(), 1.0)
+    optimiser.step()
+    return loss.item()
+
+
+def _validate(setup: _Setup, samples: Sequence[Sample], journal: Journal, folder: Path) -> None:
+    loss, acceptance = evaluate(setup, samples)
+    previous = journal.curve[-1]["step"] if journal.curve else 0
+    journal.curve.append(
+        {
+            "step": journal.step,
+            "loss": journal.loss_sum / max(1, journal.step - int(str(previous))),
+            "validation_loss": loss,
+            "acceptance": acceptance.by_position,
+            "acceptance_length": acceptance.length,
+            "spent_s": journal.spent_s,
+        }
+    )
+    journal.loss_sum = 0.0
+    journal.validations_since_best += 1
+    if acceptance.length > journal.best_length:
+        journal.best_length, journal.best_acceptance = acceptance.length, acceptance.by_position
+        journal.validations_since_best = 0
+        _write_tensors(folder / "best.safetensors", dict(setup.draft.named_parameters()))
+
+
+def _schedule(place: float) -> float:
+    """Linear warm-up, then a cosine; `place` is 0 at the first step and 1 at the end."""
+    if place < _WARMUP_SHARE:
+        return max(0.02, place / _WARMUP_SHARE)
+    falling = (place - _WARMUP_SHARE) / (1 - _WARMUP_SHARE)
+    return _FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, falling)))
 
 
 def _steps(
     samples: Sequence[Sample], settings: SpeculatorSettings, first: int, rank: int, world: int
 ) -> Iterator[tuple[int, list[Sample]]]:
-    """(optimiser step, this rank's batch) from `first` on, epoch after epoch."""
-    step = 0
-    for epoch in range(1 << 30):
-        groups = batches_of_epoch(samples, epoch, settings.batch_tokens)
-        for start in range(0, len(groups), world):
+    """(optimiser step, this rank's batch) from step `first` on, epoch after epoch."""
+    step = epoch = 0
+    while batches := batches_of_epoch(samples, epoch, settings.batch_tokens):
+        for start in range(0, len(batches), world):
             if step >= first:
-                yield step, groups[min(start + rank, len(groups) - 1)]
+                yield step, batches[min(start + rank, len(batches) - 1)]
             step += 1
-
-
-def _average_gradients(draft: Eagle3Draft, world: int) -> None:
-    if world > 1:
-        for parameter in draft.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world
+        epoch += 1
 
 
 def _checkpoint(folder: Path, draft: Eagle3Draft, optimiser: torch.optim.Optimizer, journal: Journal) -> None:
-    """Weights, moments and journal in one file, so that they can never disagree."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in draft.named_parameters():
-        tensors[f"weight.{name}"] = parameter.detach()
-        for key, value in optimiser.state[parameter].items():
-            tensors[f"{key}.{name}"] = value
+        tensors[f"weight.{name}"] = parameter
+        state = optimiser.state[parameter]
+        tensors |= {f"{key}.{name}": state[key] for key in _MOMENTS if key in state}
     _write_tensors(folder / "last.safetensors", tensors, {"journal": json.dumps(asdict(journal))})
 
 
@@ -207,18 +249,24 @@ def _restore(folder: Path, draft: Eagle3Draft, optimiser: torch.optim.Optimizer)
     path = folder / "last.safetensors"
     if not path.is_file():
         return Journal()
-    from safetensors import safe_open
-
     with safe_open(str(path), framework="pt") as file:
         journal = Journal(**json.loads(file.metadata()["journal"]))
-    tensors = load_file(str(path), device=str(draft.fc.weight.device))
+    tensors = load_file(str(path))
+    _load_weights(
+        draft, {n.removeprefix("weight."): t for n, t in tensors.items() if n.startswith("weight.")}
+    )
     for name, parameter in draft.named_parameters():
-        with torch.no_grad():
-            parameter.copy_(tensors[f"weight.{name}"])
-        optimiser.state[parameter] = {
-            key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
-        }
+        for key in _MOMENTS:
+            if f"{key}.{name}" in tensors:
+                value = tensors[f"{key}.{name}"]
+                optimiser.state[parameter][key] = value if key == "step" else value.to(parameter.device)
     return journal
+
+
+def _load_weights(draft: Eagle3Draft, tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            parameter.copy_(tensors[name])
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
