@@ -65,8 +65,6 @@ def engine_environment(
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-            # Threads of a waiting replica must not spin on the cores of the one that works.
-            "KMP_BLOCKTIME": "1",
         }
         preload = [str(path) for path in (tcmalloc(), _intel_openmp()) if path]
         if preload:

@@ -6,6 +6,10 @@ its actor dies it dies too.
 """
 
 import json
+import logging
+import os
+import secrets
+import socket
 import sys
 import threading
 import time
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import Config
 from ray.actor import ActorHandle
 
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
@@ -313,17 +318,20 @@ class FleetUnavailable(RuntimeError):
 
 
 def start_ray(home: Path, address: str | None) -> None:
-    """Join the Ray cluster at `address`, or start Ray on this machine for the life of this process."""
-    import logging
-    import os
+    """Join the Ray cluster at `address`, or start Ray on this machine for the life of this process.
 
+    Ray started here asks for a token that lies in `home`; for a cluster of yours, set RAY_AUTH_MODE
+    and RAY_AUTH_TOKEN_PATH as it wants them.
+    """
     # Ray would run its workers, and so the engines, at the lowest priority.
     os.environ.update(OFFLINE | {"RAY_worker_niceness": "0"})
-    # Ray's sockets lie in its session folder, and a socket's path is limited to 107 bytes.
-    folder = home / "ray" if len(str(home)) < 36 else None
-    extra: dict[str, Any] = {} if address else {"num_cpus": 8, "include_dashboard": False}
-    if folder and not address:
-        extra["_temp_dir"] = str(folder)
+    extra: dict[str, Any] = {}
+    if not address:
+        _use_token(home)
+        extra = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 512 << 20}
+        # Ray's sockets lie in its session folder, and a socket's path is limited to 107 bytes.
+        if len(str(home)) < 36:
+            extra["_temp_dir"] = str(home / "ray")
     ray.init(
         address=address or "local",
         namespace=NAMESPACE,
@@ -332,6 +340,15 @@ def start_ray(home: Path, address: str | None) -> None:
         runtime_env={"env_vars": OFFLINE},
         **extra,
     )
+
+
+def _use_token(home: Path) -> None:
+    token = home / "run" / "ray-token"
+    if not token.is_file():
+        write_atomic(token, secrets.token_hex(32))
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Ray read its environment when it was imported; this makes it look again.
+    Config.initialize("")
 
 
 def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> ActorHandle:
@@ -348,7 +365,8 @@ def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) ->
     except ray.exceptions.RayError as error:
         raise ProcessError(explain(error)) from None
     if announce:
-        note = {"ray": ray.get_runtime_context().gcs_address, "gateway": status.gateway}
+        address = ray.get_runtime_context().gcs_address
+        note = {"ray": address, "own_ray": settings.ray_address is None, "gateway": status.gateway}
         write_atomic(home / "run" / "fleet.json", json.dumps(note))
     return fleet
 
@@ -394,12 +412,15 @@ def connect(home: Path) -> ActorHandle:
     note = home / "run" / "fleet.json"
     hint = "Start it with `strop serve`."
     try:
-        address = json.loads(note.read_text())["ray"]
+        content = json.loads(note.read_text())
+        address, own_ray = content["ray"], content["own_ray"]
     except (OSError, ValueError, KeyError):
         raise FleetUnavailable(f"No fleet runs with {home}. {hint}") from None
     if not _reachable(address):
         raise FleetUnavailable(f"The fleet of {home} is no longer running. {hint}")
     if not ray.is_initialized():
+        if own_ray:
+            _use_token(home)
         start_ray(home, address)
     try:
         return ray.get_actor(ACTOR, namespace=NAMESPACE)
@@ -408,8 +429,6 @@ def connect(home: Path) -> ActorHandle:
 
 
 def _reachable(address: str) -> bool:
-    import socket
-
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=3):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from strop.serving.home import home, write_atomic
 
 Scalar = str | int | float | bool | None

@@ -39,9 +39,6 @@ def serve(
         )
     console = Console(stderr=True)
     over = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
-
     registry = Registry(home(), settings.experiment)
     stack = plain_stack(settings) if plain else serving_stack(settings, home(), registry)
     number = registry.ensure(stack)
@@ -49,6 +46,9 @@ def serve(
                   f"{stack.topology.replicas} replica(s), speculator: {stack.speculator.method if stack.speculator else 'none'}")  # fmt: skip
     with console.status("starting Ray"):
         start_ray(home(), serving.ray_address)
+    # After Ray, which sets handlers of its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
     try:
         fleet = start_fleet(serving, home())
         try:
