@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from strop.evals.losslessness import outputs_agree
 from strop.pipelines.registry import Registry, Version
 from strop.pipelines.settings import Settings
-from strop.serving.fleet import FleetUnavailable, connect, start_fleet, start_ray
+from strop.serving.cluster import FleetUnavailable, connect, start_fleet, start_ray
 from strop.serving.journal import recover
 from strop.serving.process import free_port
 from strop.serving.rollout import Event, Rollout, roll_out

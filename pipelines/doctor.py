@@ -66,8 +66,6 @@ def _python() -> Finding:
             "problem",
             f"strop runs on Linux, this is {sys.platform}; use a Linux machine or container.",
         )
-    if sys.version_info < (3, 11):
-        return Finding("python", "problem", f"Python {version} is too old; install Python 3.11 or newer.")
     return Finding("python", "ok", version)
 
 

@@ -26,7 +26,7 @@ from strop.pipelines.progress import Board
 from strop.pipelines.recording import write_report
 from strop.pipelines.registry import LoopJournal, Registry
 from strop.pipelines.settings import Settings
-from strop.serving.fleet import FleetUnavailable, connect, leased
+from strop.serving.cluster import FleetUnavailable, connect, leased
 from strop.serving.journal import recover
 from strop.serving.rollout import Rollout, roll_out
 from strop.serving.stack import Stack

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from strop.serving.fleet import NAMESPACE, connect
+from strop.serving.cluster import NAMESPACE, connect
 from strop.serving.process import OFFLINE, Child
 
 ACTOR = "schedule"

@@ -16,7 +16,7 @@ import httpx
 import ray
 from ray.actor import ActorHandle
 
-from strop.serving.fleet import LEASE_S, explain
+from strop.serving.cluster import LEASE_S, explain
 from strop.serving.settings import CanarySettings
 from strop.serving.stack import Stack
 from strop.serving.traces import PROBE_TENANT, Trace, TraceStore

@@ -27,7 +27,7 @@ def serve(
     from strop.pipelines.deployment import plain_stack, serving_stack
     from strop.pipelines.registry import Registry
     from strop.pipelines.settings import load_settings
-    from strop.serving.fleet import explain, start_fleet, start_ray
+    from strop.serving.cluster import explain, start_fleet, start_ray
     from strop.serving.home import home
     from strop.serving.process import ProcessError, port_is_free
 

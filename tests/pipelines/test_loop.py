@@ -15,7 +15,7 @@ from strop.pipelines.loop import STAGES, LoopError, run_loop
 from strop.pipelines.progress import Board
 from strop.pipelines.registry import Registry
 from strop.pipelines.settings import LoopSettings, Settings
-from strop.serving.fleet import FleetUnavailable
+from strop.serving.cluster import FleetUnavailable
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Speculator, Stack
 from strop.serving.traces import TraceSet, TraceStore

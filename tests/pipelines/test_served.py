@@ -16,7 +16,7 @@ import ray
 
 from strop.pipelines.deployment import champion_of, checker, recent_traces
 from strop.pipelines.registry import LoopJournal, Registry
-from strop.serving.fleet import connect
+from strop.serving.cluster import connect
 from strop.serving.journal import recover
 from strop.serving.rollout import Event, Rollout, roll_out
 from strop.serving.stack import Speculator, Stack

@@ -1,0 +1,150 @@
+"""Ray and the fleet in it: starting them, finding them, keeping a Stack there on a lease."""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._raylet import Config
+from ray.actor import ActorHandle
+
+from strop.serving.fleet import Fleet, FleetStatus
+from strop.serving.home import write_atomic
+from strop.serving.process import OFFLINE, ProcessError
+from strop.serving.settings import ServingSettings
+from strop.serving.stack import Stack
+
+NAMESPACE = "strop"
+ACTOR = "fleet"
+LEASE_S = 30.0
+
+
+class FleetUnavailable(RuntimeError):
+    """No fleet runs where we looked; the message says how to start one."""
+
+
+def start_ray(home: Path, address: str | None) -> None:
+    """Join the Ray cluster at `address`, or start Ray on this machine for the life of this process.
+
+    Ray started here asks for a token that lies in `home`; for a cluster of yours, set RAY_AUTH_MODE
+    and RAY_AUTH_TOKEN_PATH as it wants them.
+    """
+    # Ray would run its workers, and so the engines, at the lowest priority.
+    os.environ.update(OFFLINE | {"RAY_worker_niceness": "0"})
+    extra: dict[str, Any] = {}
+    if not address:
+        _use_token(home)
+        extra = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 512 << 20}
+        # Ray's sockets lie in its session folder, and a socket's path is limited to 107 bytes.
+        if len(str(home)) < 36:
+            extra["_temp_dir"] = str(home / "ray")
+    ray.init(
+        address=address or "local",
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": OFFLINE},
+        **extra,
+    )
+
+
+def _use_token(home: Path) -> None:
+    token = home / "run" / "ray-token"
+    if not token.is_file():
+        write_atomic(token, secrets.token_hex(32))
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Ray read its environment when it was imported; this makes it look again.
+    Config.initialize("")
+
+
+def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> ActorHandle:
+    """Start the fleet actor (Ray must be initialised); with `announce`, `connect` finds it.
+
+    Raises ProcessError if the gateway's port is taken.
+    """
+    actor = ray.remote(Fleet).options(
+        name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, get_if_exists=False
+    )
+    fleet = actor.remote(settings, str(home))
+    try:
+        status: FleetStatus = ray.get(fleet.status.remote())
+    except ray.exceptions.RayError as error:
+        raise ProcessError(explain(error)) from None
+    if announce:
+        address = ray.get_runtime_context().gcs_address
+        note = {"ray": address, "own_ray": settings.ray_address is None, "gateway": status.gateway}
+        write_atomic(home / "run" / "fleet.json", json.dumps(note))
+    return fleet
+
+
+@contextmanager
+def leased(fleet: ActorHandle, stack: Stack) -> Iterator[str]:
+    """Add `stack` to the fleet and keep it while the block runs and `LEASE_S` longer; yields its router's URL.
+
+    Raises ProcessError if its replicas do not come up.
+    """
+    try:
+        url = ray.get(fleet.add.remote(stack.to_json(), LEASE_S))
+    except ray.exceptions.RayError as error:
+        raise ProcessError(explain(error)) from None
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(LEASE_S / 3):
+            ray.get(fleet.renew.remote(stack.fingerprint, LEASE_S))
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield url
+    finally:
+        over.set()
+        thread.join()
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error that may have crossed Ray, without the stack around it."""
+    cause = error
+    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
+        cause = cause.cause
+    if isinstance(cause, ray.exceptions.RayActorError) and "ProcessError: " in str(cause):
+        # The error of an actor's constructor comes as text only.
+        return str(cause).split("ProcessError: ")[-1].strip()
+    return str(cause).strip() or type(cause).__name__
+
+
+def connect(home: Path) -> ActorHandle:
+    """Connect to the fleet that runs with this home. Raises FleetUnavailable."""
+    note = home / "run" / "fleet.json"
+    hint = "Start it with `strop serve`."
+    try:
+        content = json.loads(note.read_text())
+        address, own_ray = content["ray"], content["own_ray"]
+    except (OSError, ValueError, KeyError):
+        raise FleetUnavailable(f"No fleet runs with {home}. {hint}") from None
+    if not _reachable(address):
+        raise FleetUnavailable(f"The fleet of {home} is no longer running. {hint}")
+    if not ray.is_initialized():
+        if own_ray:
+            _use_token(home)
+        start_ray(home, address)
+    try:
+        return ray.get_actor(ACTOR, namespace=NAMESPACE)
+    except ValueError:
+        raise FleetUnavailable(f"Ray at {address} runs, but no fleet does. {hint}") from None
+
+
+def _reachable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=3):
+            return True
+    except OSError:
+        return False
