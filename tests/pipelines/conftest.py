@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from strop.pipelines.registry import Registry
 from strop.pipelines.settings import Settings, load_settings
 from strop.serving.process import Child, free_port
 
@@ -52,6 +54,22 @@ class Served:
             headers={"X-Session-Id": session},
             timeout=120,
         )
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables, which take seconds to make."""
+    home = tmp_path_factory.mktemp("mlflow")
+    Registry(home, "template")
+    return home / "mlflow" / "mlflow.db"
+
+
+@pytest.fixture
+def home(tmp_path: Path, empty_database: Path) -> Path:
+    """A home with an MLflow database in it."""
+    (tmp_path / "mlflow").mkdir()
+    shutil.copy(empty_database, tmp_path / "mlflow" / "mlflow.db")
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

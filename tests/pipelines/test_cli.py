@@ -21,10 +21,10 @@ Strop = Callable[..., Result]
 
 
 @pytest.fixture
-def strop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Strop:
+def strop(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Strop:
     """Runs a `strop` command in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STROP_HOME", str(tmp_path))
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("STROP_HOME", str(home))
 
     def run(*arguments: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["strop", *arguments])

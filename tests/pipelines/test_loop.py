@@ -118,16 +118,16 @@ def settings(tiny_model: Path) -> Settings:
 
 
 @pytest.fixture
-def traffic(tmp_path: Path, settings: Settings, make_trace: Callable[..., Any]) -> Path:
+def traffic(home: Path, settings: Settings, make_trace: Callable[..., Any]) -> Path:
     """A home whose champion has served 30 requests of 10 sessions."""
     from strop.pipelines.deployment import plain_stack
 
     stack = plain_stack(settings)
-    stack.save(tmp_path / "stacks" / stack.fingerprint[:16] / "stack.json")
-    TraceStore(tmp_path / "traces").append(
+    stack.save(home / "stacks" / stack.fingerprint[:16] / "stack.json")
+    TraceStore(home / "traces").append(
         [make_trace(i, session=f"s{i // 3}", stack=stack.fingerprint) for i in range(30)]
     )
-    return tmp_path
+    return home
 
 
 def _run(settings: Settings, home: Path) -> Any:

@@ -70,8 +70,8 @@ def test_names(registry: Registry, plain: Stack) -> None:
         registry.find("nobody")
 
 
-def test_a_killed_stage_is_started_anew_and_a_finished_one_is_read_back(tmp_path: Path) -> None:
-    registry = Registry(tmp_path, "loops")
+def test_a_killed_stage_is_started_anew_and_a_finished_one_is_read_back(home: Path) -> None:
+    registry = Registry(home, "loops")
     journal = registry.begin("loop-1", {"strop.champion": "x"})
     child = journal.start("collect")
     assert journal.output("collect") is None
