@@ -54,7 +54,8 @@ class Progress(Protocol):
 
 
 class Learner(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def propose(
         self, champion: Stack, traces: TraceSet, budget: Budget, progress: Progress

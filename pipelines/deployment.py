@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from strop.evals.losslessness import outputs_agree
 from strop.pipelines.registry import Registry, Version
 from strop.pipelines.settings import Settings
-from strop.serving.cluster import FleetUnavailable, connect, start_fleet, start_ray
+from strop.serving.cluster import FleetUnavailable, RemoteFleet, connect, start_fleet, start_ray
 from strop.serving.journal import recover
 from strop.serving.process import free_port
 from strop.serving.rollout import Event, Rollout, roll_out
@@ -88,30 +87,30 @@ def recent_traces(home: Path, stack: Stack, limit: int = 64) -> list[Trace]:
     return list(deque(served, maxlen=limit))
 
 
-def champion_of(fleet: ActorHandle) -> Stack:
+def champion_of(fleet: RemoteFleet) -> Stack:
     """The Stack that a running fleet gives most sessions to."""
-    status = ray.get(fleet.status.remote())
+    status = fleet.status()
     pool = max(status.pools, key=lambda p: p.share, default=None)
     if pool is None or pool.share == 0:
         raise DeploymentError(
             "The fleet runs but serves no Stack yet; wait until `strop serve` says it is ready."
         )
-    return Stack.from_json(ray.get(fleet.stacks.remote())[pool.fingerprint])
+    return fleet.stacks()[pool.fingerprint]
 
 
 @contextmanager
-def temporary_fleet(settings: Settings, home: Path, champion: Stack) -> Iterator[ActorHandle]:
+def temporary_fleet(settings: Settings, home: Path, champion: Stack) -> Iterator[RemoteFleet]:
     """A fleet on ports of its own that serves `champion` for the duration of a `with` block."""
     start_ray(home, settings.serving.ray_address)
     try:
         serving = settings.serving.model_copy(update={"port": free_port(), "host": "127.0.0.1"})
         fleet = start_fleet(serving, home, announce=False)
         try:
-            ray.get(fleet.add.remote(champion.to_json()))
-            ray.get(fleet.route.remote({champion.fingerprint: 1.0}))
+            fleet.add(champion)
+            fleet.route({champion.fingerprint: 1.0})
             yield fleet
         finally:
-            ray.get(fleet.shutdown.remote())
+            fleet.shutdown()
     finally:
         ray.shutdown()
 

@@ -15,9 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.actor import ActorHandle
-
 from strop.evals.judge import judge_blocking
 from strop.evals.proposal import Budget, Candidate, Declined, Learner
 from strop.evals.verdict import Verdict
@@ -26,7 +23,7 @@ from strop.pipelines.progress import Board
 from strop.pipelines.recording import write_report
 from strop.pipelines.registry import LoopJournal, Registry
 from strop.pipelines.settings import Settings
-from strop.serving.cluster import FleetUnavailable, connect, leased
+from strop.serving.cluster import FleetUnavailable, RemoteFleet, connect, leased
 from strop.serving.journal import recover
 from strop.serving.rollout import Rollout, roll_out
 from strop.serving.stack import Stack
@@ -216,7 +213,7 @@ class _Loop:
             return {"verdict": None, "candidate": None}
         judged: list[tuple[Stack, Verdict]] = []
         with self._fleet(champion) as (fleet, _):
-            champion_url = ray.get(fleet.add.remote(champion.to_json()))
+            champion_url = fleet.add(champion)
             for candidate in candidates:
                 self.board.update(0.02, "starting the candidate's replicas")
                 with leased(fleet, candidate) as url:
@@ -231,7 +228,7 @@ class _Loop:
                     )
                 judged.append((candidate, verdict))
                 if not verdict.passed:
-                    ray.get(fleet.remove.remote(candidate.fingerprint))
+                    fleet.remove(candidate)
         passed = [(c, v) for c, v in judged if v.passed]
         best, verdict = min(passed or judged, key=lambda pair: pair[1].metric("latency").ratio)
         number = self.registry.register(best, self.journal.run_id, self.journal.loop)
@@ -286,7 +283,7 @@ class _Loop:
         return {"report": str(path)}
 
     @contextmanager
-    def _fleet(self, champion: Stack) -> Iterator[tuple[ActorHandle, bool]]:
+    def _fleet(self, champion: Stack) -> Iterator[tuple[RemoteFleet, bool]]:
         """The running fleet, or one that lives as long as the judge needs it."""
         try:
             yield connect(self.home), True

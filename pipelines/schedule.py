@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -92,11 +93,11 @@ def configure(home: Path, config: Path | None, every: str | None, cron: str | No
         next_start(datetime.now(UTC), every, cron)
     connect(home)
     try:
-        current = ray.get_actor(ACTOR, namespace=NAMESPACE)
+        current: Any = ray.get_actor(ACTOR, namespace=NAMESPACE)
     except ValueError:
         current = None
     if not (every or cron or stop):
-        return ray.get(current.describe.remote()) if current else "no schedule is set"
+        return str(ray.get(current.describe.remote())) if current else "no schedule is set"
     if current:
         ray.get(current.stop.remote())
         ray.kill(current)
@@ -107,8 +108,8 @@ def configure(home: Path, config: Path | None, every: str | None, cron: str | No
     actor = ray.remote(Schedule).options(
         name=ACTOR, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_concurrency=4
     )
-    schedule = actor.remote(str(home), str(config.absolute()) if config else None, every, cron)
-    return ray.get(schedule.describe.remote())
+    schedule: Any = actor.remote(str(home), str(config.absolute()) if config else None, every, cron)
+    return str(ray.get(schedule.describe.remote()))
 
 
 def submit(address: str, config: Path | None, wait: bool = False) -> tuple[str, str]:

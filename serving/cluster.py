@@ -8,12 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import Config
-from ray.actor import ActorHandle
+from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from strop.serving.fleet import Fleet, FleetStatus
 from strop.serving.home import write_atomic
@@ -28,6 +29,41 @@ LEASE_S = 30.0
 
 class FleetUnavailable(RuntimeError):
     """No fleet runs where we looked; the message says how to start one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFleet:
+    """The fleet, called as if it were in this process; errors that crossed Ray come as ProcessError in plain words."""
+
+    actor: Any
+
+    def add(self, stack: Stack, lease_s: float | None = None) -> str:
+        return self._call("add", stack.to_json(), lease_s)
+
+    def renew(self, stack: Stack, lease_s: float | None) -> None:
+        self._call("renew", stack.fingerprint, lease_s)
+
+    def route(self, shares: dict[str, float]) -> None:
+        self._call("route", shares)
+
+    def remove(self, stack: Stack) -> None:
+        self._call("remove", stack.fingerprint)
+
+    def status(self) -> FleetStatus:
+        return self._call("status")
+
+    def stacks(self) -> dict[str, Stack]:
+        """Stacks by fingerprint."""
+        return {f: Stack.from_json(text) for f, text in self._call("stacks").items()}
+
+    def shutdown(self) -> None:
+        self._call("shutdown")
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        try:
+            return ray.get(getattr(self.actor, method).remote(*arguments))
+        except RayError as error:
+            raise ProcessError(explain(error)) from None
 
 
 def start_ray(home: Path, address: str | None) -> None:
@@ -64,63 +100,22 @@ def _use_token(home: Path) -> None:
     Config.initialize("")
 
 
-def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> ActorHandle:
+def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> "RemoteFleet":
     """Start the fleet actor (Ray must be initialised); with `announce`, `connect` finds it.
 
     Raises ProcessError if the gateway's port is taken.
     """
-    actor = ray.remote(Fleet).options(
-        name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, get_if_exists=False
-    )
-    fleet = actor.remote(settings, str(home))
-    try:
-        status: FleetStatus = ray.get(fleet.status.remote())
-    except ray.exceptions.RayError as error:
-        raise ProcessError(explain(error)) from None
+    actor = ray.remote(Fleet).options(name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16)
+    fleet = RemoteFleet(actor.remote(settings, str(home)))
+    gateway = fleet.status().gateway
     if announce:
         address = ray.get_runtime_context().gcs_address
-        note = {"ray": address, "own_ray": settings.ray_address is None, "gateway": status.gateway}
+        note = {"ray": address, "own_ray": settings.ray_address is None, "gateway": gateway}
         write_atomic(home / "run" / "fleet.json", json.dumps(note))
     return fleet
 
 
-@contextmanager
-def leased(fleet: ActorHandle, stack: Stack) -> Iterator[str]:
-    """Add `stack` to the fleet and keep it while the block runs and `LEASE_S` longer; yields its router's URL.
-
-    Raises ProcessError if its replicas do not come up.
-    """
-    try:
-        url = ray.get(fleet.add.remote(stack.to_json(), LEASE_S))
-    except ray.exceptions.RayError as error:
-        raise ProcessError(explain(error)) from None
-    over = threading.Event()
-
-    def renew() -> None:
-        while not over.wait(LEASE_S / 3):
-            ray.get(fleet.renew.remote(stack.fingerprint, LEASE_S))
-
-    thread = threading.Thread(target=renew, daemon=True)
-    thread.start()
-    try:
-        yield url
-    finally:
-        over.set()
-        thread.join()
-
-
-def explain(error: BaseException) -> str:
-    """The message of an error that may have crossed Ray, without the stack around it."""
-    cause = error
-    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
-        cause = cause.cause
-    if isinstance(cause, ray.exceptions.RayActorError) and "ProcessError: " in str(cause):
-        # The error of an actor's constructor comes as text only.
-        return str(cause).split("ProcessError: ")[-1].strip()
-    return str(cause).strip() or type(cause).__name__
-
-
-def connect(home: Path) -> ActorHandle:
+def connect(home: Path) -> "RemoteFleet":
     """Connect to the fleet that runs with this home. Raises FleetUnavailable."""
     note = home / "run" / "fleet.json"
     hint = "Start it with `strop serve`."
@@ -136,9 +131,42 @@ def connect(home: Path) -> ActorHandle:
             _use_token(home)
         start_ray(home, address)
     try:
-        return ray.get_actor(ACTOR, namespace=NAMESPACE)
+        return RemoteFleet(ray.get_actor(ACTOR, namespace=NAMESPACE))
     except ValueError:
         raise FleetUnavailable(f"Ray at {address} runs, but no fleet does. {hint}") from None
+
+
+@contextmanager
+def leased(fleet: RemoteFleet, stack: Stack) -> Iterator[str]:
+    """Add `stack` to the fleet and keep it while the block runs and `LEASE_S` longer; yields its router's URL.
+
+    Raises ProcessError if its replicas do not come up.
+    """
+    url = fleet.add(stack, LEASE_S)
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(LEASE_S / 3):
+            fleet.renew(stack, LEASE_S)
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield url
+    finally:
+        over.set()
+        thread.join()
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error that may have crossed Ray, without the stack around it."""
+    cause = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
+        cause = cause.cause
+    if isinstance(cause, RayActorError) and "ProcessError: " in str(cause):
+        # The error of an actor's constructor comes as text only.
+        return str(cause).split("ProcessError: ")[-1].strip()
+    return str(cause).strip() or type(cause).__name__
 
 
 def _reachable(address: str) -> bool:

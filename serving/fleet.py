@@ -10,9 +10,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
-from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.gateway import FULL_WEIGHT, SLOTS, Gateway
@@ -105,7 +106,7 @@ class Replica:
 class _Pool:
     stack: Stack
     slot: int
-    replicas: list[ActorHandle]
+    replicas: list[Any]
     router: Child | None = None
     host_port: tuple[str, int] = ("127.0.0.1", 0)
     share: float = 0.0
@@ -183,7 +184,7 @@ class Fleet:
         for replica in pool.replicas:
             try:
                 ray.get(replica.stop.remote())
-            except ray.exceptions.RayError:
+            except RayError:
                 pass  # The actor is gone, and its server with it.
             ray.kill(replica)
         if pool.router:
@@ -213,17 +214,6 @@ class Fleet:
     def stacks(self) -> dict[str, str]:
         """Manifests (JSON) by fingerprint."""
         return {fingerprint: pool.stack.to_json() for fingerprint, pool in self.pools.items()}
-
-    def processes(self) -> dict[str, list[int]]:
-        """Process ids of the gateway, the routers and the replicas' supervisors (for operations and tests)."""
-        replicas = [
-            ray.get(r.__ray_call__.remote(_supervisor_pid)) for p in self.pools.values() for r in p.replicas
-        ]
-        return {
-            "gateway": [self.gateway.child.process.pid],
-            "routers": [p.router.process.pid for p in self.pools.values() if p.router],
-            "replicas": replicas,
-        }
 
     def shutdown(self) -> None:
         """Stop everything, the gateway first so that clients are refused and not cut off."""
@@ -288,12 +278,9 @@ class Fleet:
         return f"http://{pool.host_port[0]}:{pool.host_port[1]}"
 
 
-def _status_of(replica: ActorHandle) -> ReplicaStatus:
+def _status_of(replica: Any) -> ReplicaStatus:
     try:
-        return ray.get(replica.status.remote(), timeout=10)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        status: Any = ray.get(replica.status.remote(), timeout=10)
+        return status
+    except (RayError, GetTimeoutError):
         return ReplicaStatus("", False, 0, 0.0)
-
-
-def _supervisor_pid(replica: Replica) -> int:
-    return replica.child.process.pid if replica.child else 0

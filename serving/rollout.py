@@ -13,10 +13,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import httpx
-import ray
-from ray.actor import ActorHandle
 
-from strop.serving.cluster import LEASE_S, explain
+from strop.serving.cluster import LEASE_S, RemoteFleet
+from strop.serving.process import ProcessError
 from strop.serving.settings import CanarySettings
 from strop.serving.stack import Stack
 from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
@@ -52,7 +51,7 @@ class TakenBack(Exception):
 
 
 def roll_out(
-    fleet: ActorHandle,
+    fleet: RemoteFleet,
     champion: Stack,
     candidate: Stack,
     *,
@@ -80,17 +79,17 @@ def roll_out(
     def give(new_share: float) -> None:
         nonlocal share
         shares = {champion.fingerprint: 1 - new_share, candidate.fingerprint: new_share}
-        ray.get(fleet.route.remote({f: s for f, s in shares.items() if s > 0}))
+        fleet.route({f: s for f, s in shares.items() if s > 0})
         share = new_share
 
     try:
         note("start", "starting the candidate's replicas beside the champion's")
         url = _add(fleet, candidate)
-        champion_url = ray.get(fleet.add.remote(champion.to_json()))
+        champion_url = fleet.add(champion)
         if wrong := check(champion_url, url):
             raise TakenBack(f"its answers are wrong: {wrong[0]}")
         note("check", "the candidate answers known requests as the champion does")
-        ray.get(fleet.renew.remote(candidate.fingerprint, LEASE_S + 10 * len(warm)))
+        fleet.renew(candidate, LEASE_S + 10 * len(warm))
         note("warm", f"{_warm(url, candidate.served_model, warm)} prompts are in its prefix cache")
         if canary:
             since = datetime.now(UTC)
@@ -98,13 +97,13 @@ def roll_out(
             note("canary", f"{settings.share:.0%} of sessions go to the candidate")
             note("evidence", _observe(fleet, champion, candidate, store, since, settings))
         give(1.0)
-        ray.get(fleet.renew.remote(candidate.fingerprint, None))
+        fleet.renew(candidate, None)
         note("cut over", "every new request goes to the candidate")
-        ray.get(fleet.remove.remote(champion.fingerprint))
+        fleet.remove(champion)
         note("drained", "the champion finished its last requests and was stopped")
         return Rollout(True, "the candidate serves all traffic", events)
-    except (TakenBack, ray.exceptions.RayError) as error:
-        reason = explain(error)
+    except (TakenBack, ProcessError) as error:
+        reason = str(error)
         _take_back(fleet, champion, candidate)
         share = 0.0
         note("taken back", reason)
@@ -167,15 +166,15 @@ def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | Non
     )
 
 
-def _add(fleet: ActorHandle, candidate: Stack) -> str:
+def _add(fleet: RemoteFleet, candidate: Stack) -> str:
     try:
-        return ray.get(fleet.add.remote(candidate.to_json(), LEASE_S))
-    except ray.exceptions.RayError as error:
-        raise TakenBack(f"it did not start: {explain(error)}") from None
+        return fleet.add(candidate, LEASE_S)
+    except ProcessError as error:
+        raise TakenBack(f"it did not start: {error}") from None
 
 
 def _observe(
-    fleet: ActorHandle,
+    fleet: RemoteFleet,
     champion: Stack,
     candidate: Stack,
     store: TraceStore,
@@ -184,23 +183,23 @@ def _observe(
 ) -> str:
     deadline = time.monotonic() + settings.deadline_s
     while time.monotonic() < deadline:
-        ray.get(fleet.renew.remote(candidate.fingerprint, LEASE_S))
-        pools = {p.fingerprint: p for p in ray.get(fleet.status.remote()).pools}
+        fleet.renew(candidate, LEASE_S)
+        pools = {p.fingerprint: p for p in fleet.status().pools}
         if not all(replica.alive for replica in pools[candidate.fingerprint].replicas):
             raise TakenBack("one of its replicas crashed")
         arms = [Arm.of(list(store.since(since, stack.fingerprint))) for stack in (champion, candidate)]
-        if (evidence := decide(*arms, settings)) is not None:
+        if (evidence := decide(arms[0], arms[1], settings)) is not None:
             return evidence
         time.sleep(1)
     raise TakenBack(f"not enough evidence within {settings.deadline_s:.0f} s of canary")
 
 
-def _take_back(fleet: ActorHandle, champion: Stack, candidate: Stack) -> None:
-    pools = {p.fingerprint for p in ray.get(fleet.status.remote()).pools}
+def _take_back(fleet: RemoteFleet, champion: Stack, candidate: Stack) -> None:
+    pools = {p.fingerprint for p in fleet.status().pools}
     if champion.fingerprint in pools:
-        ray.get(fleet.route.remote({champion.fingerprint: 1.0}))
+        fleet.route({champion.fingerprint: 1.0})
     if champion.fingerprint != candidate.fingerprint:
-        ray.get(fleet.remove.remote(candidate.fingerprint))
+        fleet.remove(candidate)
 
 
 def _warm(url: str, model: str, bodies: list[dict[str, Any]]) -> int:

@@ -22,6 +22,7 @@ def serve(
     Runs until Ctrl-C or SIGTERM, finishes the requests under way, and leaves no process behind.
     """
     import ray
+    from ray.exceptions import RayError
     from rich.console import Console
 
     from strop.pipelines.deployment import plain_stack, serving_stack
@@ -41,36 +42,36 @@ def serve(
     over = threading.Event()
     registry = Registry(home(), settings.experiment)
     stack = plain_stack(settings) if plain else serving_stack(settings, home(), registry)
-    number = registry.ensure(stack)
-    console.print(f"Stack {stack.fingerprint[:12]} (version {number}): {stack.served_model}, {stack.engine.dtype}, "
+    version = registry.ensure(stack)
+    console.print(f"Stack {stack.fingerprint[:12]} (version {version}): {stack.served_model}, {stack.engine.dtype}, "
                   f"{stack.topology.replicas} replica(s), speculator: {stack.speculator.method if stack.speculator else 'none'}")  # fmt: skip
     with console.status("starting Ray"):
         start_ray(home(), serving.ray_address)
     # After Ray, which sets handlers of its own.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
+    for stopping in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stopping, lambda *_: over.set())
     try:
         fleet = start_fleet(serving, home())
         try:
             with console.status("starting vLLM, which takes a minute or two on a CPU"):
-                started = fleet.add.remote(stack.to_json())
+                started = fleet.actor.add.remote(stack.to_json())
                 while not over.is_set() and not ray.wait([started], timeout=0.5)[0]:
                     pass
                 if not over.is_set():
                     ray.get(started)
-                    ray.get(fleet.route.remote({stack.fingerprint: 1.0}))
+                    fleet.route({stack.fingerprint: 1.0})
             if not over.is_set():
-                registry.promote(number)
+                registry.promote(version)
                 console.print(
                     f"Ready: http://{serving.host}:{serving.port}/v1, model {serving.served_model!r}. Ctrl-C stops it."
                 )
             over.wait()
             console.print("Stopping: finishing the requests under way.")
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise ProcessError(explain(error)) from None
         finally:
             (home() / "run" / "fleet.json").unlink(missing_ok=True)
-            ray.get(fleet.shutdown.remote())
+            fleet.shutdown()
     finally:
         ray.shutdown()
     # Ray's own threads can hold an interpreter for seconds after everything is stopped.

@@ -30,7 +30,8 @@ def strop(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
         monkeypatch.setattr(sys, "argv", ["strop", *arguments])
         capfd.readouterr()
         code = main()
-        return Result(code, *capfd.readouterr())
+        out, err = capfd.readouterr()
+        return Result(code, str(out), str(err))
 
     return run
 

@@ -24,15 +24,11 @@ from strop.serving.traces import TraceSet, TraceStore
 class _Fleet:
     """Stands in for the fleet actor where no engine is wanted."""
 
-    class _Call:
-        def __init__(self, value: object) -> None:
-            self.value = value
+    def add(self, *_: object) -> str:
+        return "http://unused"
 
-        def remote(self, *_: object) -> object:
-            return self.value
-
-    add = _Call("http://unused")
-    remove = _Call(None)
+    def remove(self, *_: object) -> None:
+        pass
 
 
 class _World:
@@ -104,7 +100,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> _World:
     monkeypatch.setattr(loop_module, "leased", leased)
     monkeypatch.setattr(loop_module, "connect", nobody)
     monkeypatch.setattr(loop_module, "write_report", record)
-    monkeypatch.setattr(loop_module.ray, "get", lambda value, **_: value)
     return world
 
 

@@ -112,7 +112,7 @@ def test_a_broken_tracking_server_is_one_clear_sentence(
 
         do_POST = do_GET
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Broken)

@@ -108,7 +108,7 @@ def test_development_endpoints_are_unreachable(served: Served, path: str) -> Non
 
 
 def test_the_fleet_says_how_it_is(served: Served) -> None:
-    status = ray.get(connect(served.home).status.remote())
+    status = connect(served.home).status()
     assert status.alive and [p.share for p in status.pools] == [1.0]
     (replica,) = status.pools[0].replicas
     assert replica.alive and replica.rss_bytes > 100 << 20 and replica.started_in_s > 0
@@ -183,16 +183,16 @@ def test_a_candidate_that_crashes_in_its_canary_costs_no_request(served: Served,
         )  # fmt: skip
     assert not result.promoted and "crashed" in result.reason
     assert {a.status_code for a in answers} == {200}
-    assert [p.fingerprint for p in ray.get(fleet.status.remote()).pools] == [champion.fingerprint]
+    assert [p.fingerprint for p in fleet.status().pools] == [champion.fingerprint]
 
 
 def test_an_abandoned_candidate_is_taken_back_when_its_lease_ends(served: Served, champion: Stack) -> None:
     fleet = connect(served.home)
     abandoned = champion.model_copy(update={"speculator": Speculator(method="ngram", draft_tokens=1)})
-    ray.get(fleet.add.remote(abandoned.to_json(), 3.0))
-    ray.get(fleet.route.remote({champion.fingerprint: 0.5, abandoned.fingerprint: 0.5}))
-    wait_for(lambda: len(ray.get(fleet.status.remote()).pools) == 1, 90)
-    (pool,) = ray.get(fleet.status.remote()).pools
+    fleet.add(abandoned, 3.0)
+    fleet.route({champion.fingerprint: 0.5, abandoned.fingerprint: 0.5})
+    wait_for(lambda: len(fleet.status().pools) == 1, 90)
+    (pool,) = fleet.status().pools
     assert (pool.fingerprint, pool.share) == (champion.fingerprint, 1.0)
     assert served.ask("still there?").status_code == 200
 
@@ -231,9 +231,9 @@ def test_a_loop_killed_in_the_middle_resumes_and_leaves_nothing_over(served: Ser
     finished = [s["stage"] for s in stages if s["status"] == "FINISHED"]
     assert finished == ["collect", "learn", "judge", "rollout", "record"]
     assert Path(result["report"]).is_file()
-    pools = ray.get(connect(served.home).status.remote()).pools
+    pools = connect(served.home).status().pools
     assert [p.share for p in pools if p.share] == [1.0]
-    wait_for(lambda: len(ray.get(connect(served.home).status.remote()).pools) == 1, 120)
+    wait_for(lambda: len(connect(served.home).status().pools) == 1, 120)
 
     if result["outcome"] == "promoted":
         back = served.strop("rollback", "--config", str(served.config))

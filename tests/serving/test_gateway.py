@@ -28,7 +28,7 @@ class _Router(BaseHTTPRequestHandler):
         else:
             self.do_GET()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 

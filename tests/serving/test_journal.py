@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from strop.serving import journal
 from strop.serving.journal import TraceWriter, recover
 from strop.serving.traces import TraceStore
