@@ -34,7 +34,7 @@ MAX_TOKENS = {
     "list": 160,
     "edit": 192,
     "json": 192,
-    "tools": 64,
+    "tools": 96,
 }
 """`max_tokens` by kind."""
 
@@ -230,7 +230,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def _tool(name: str, description: str, **properties: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description, "parameters": _object(**properties)}
+    # vLLM holds only a strict tool's arguments to their schema.
+    parameters = _object(**properties)
+    function = {"name": name, "description": description, "parameters": parameters, "strict": True}
     return {"type": "function", "function": function}
 
 
