@@ -65,6 +65,8 @@ def engine_environment(
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            # Two Stacks share the cores during a rollout: threads that wait must not spin.
+            "KMP_BLOCKTIME": "1",
         }
         preload = [str(path) for path in (tcmalloc(), _intel_openmp()) if path]
         if preload:
