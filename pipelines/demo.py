@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -25,7 +26,7 @@ from strop.serving.client import Outcome
 from strop.serving.home import home, write_atomic
 from strop.serving.journal import recover
 from strop.serving.process import Child
-from strop.serving.replay import replay, summarise
+from strop.serving.replay import replay
 from strop.serving.traces import PROBE_TENANT, TraceStore
 from strop.serving.workload import code_assistant
 
@@ -131,6 +132,9 @@ def _collect_traffic(url: str, settings: Settings, folder: Path, minutes: float,
     with board.stage("traffic"):
         began, outcomes = time.monotonic(), []
 
+        def answering(_: object) -> bool:
+            return len(outcomes) < 30 or any(o.error is None for o in outcomes[-30:])
+
         def hear(_session: object, _turn: int, outcome: Outcome) -> None:
             outcomes.append(outcome)
             now = time.monotonic() - began
@@ -141,11 +145,11 @@ def _collect_traffic(url: str, settings: Settings, folder: Path, minutes: float,
                 f"{len(outcomes)} requests answered, {failed} failed, {tokens / max(now, 1):.0f} output tokens/s",
             )
 
-        sessions = code_assistant(seed=seed, sessions=MANY_SESSIONS, model=settings.serving.served_model)
+        endless = code_assistant(seed=seed, sessions=MANY_SESSIONS, model=settings.serving.served_model)
+        sessions = takewhile(answering, endless)
         asyncio.run(replay(url, sessions, concurrency=CONCURRENCY, stop_after_s=seconds, on_outcome=hear))
-        summary = summarise(outcomes)
-        if not outcomes or summary.errors == len(outcomes):
-            reason = outcomes[0].error if outcomes else "no request was answered in time"
+        if not outcomes or not answering(None):
+            reason = outcomes[-1].error if outcomes else "no request was answered in time"
             raise DemoError(f"The fleet did not answer: {reason}. Its logs are in {folder / 'logs'}.")
         time.sleep(2 * settings.serving.capture.roll_s)
         recover(folder / "traces")

@@ -146,7 +146,7 @@ class Stack(_Frozen):
             engine=Engine(
                 version=engine_version(),
                 dtype=native_dtype(hardware, config) if dtype == "auto" else dtype,
-                args=engine_args or {},
+                args={**_safe_args(hardware, config, engine_args or {}), **(engine_args or {})},
             ),
             hardware=hardware,
             topology=Topology(replicas=replicas),
@@ -269,6 +269,18 @@ def native_dtype(hardware: Hardware, model_config: dict[str, Any]) -> str:
     if hardware.device == "cpu" and hardware.isa not in ("amx_bf16", "avx512_bf16"):
         return "float32"
     return str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
+
+
+def _safe_args(hardware: Hardware, config: dict[str, Any], args: dict[str, Scalar]) -> dict[str, Scalar]:
+    """On a CPU, a prompt is prefilled whole.
+
+    vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut into chunks, which
+    generators on CPUs refuse: one client's `seed` would end the engine.
+    """
+    if hardware.device != "cpu" or args.get("enable-chunked-prefill"):
+        return {}
+    longest = args.get("max-model-len") or config.get("max_position_embeddings") or 4096
+    return {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(4096, int(longest))}
 
 
 def engine_version() -> str:
