@@ -83,7 +83,7 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "port": port,
             "served_model": "tiny",
             "dtype": "float32",
-            "engine_args": {"max-model-len": 512, "max-num-seqs": 8, "enforce-eager": True},
+            "engine_args": {"max-model-len": 1024, "max-num-seqs": 8, "enforce-eager": True},
             "capture": {"roll_s": 1.0},
             "canary": {"min_requests": 5, "max_latency_ratio": 100.0, "share": 0.5, "deadline_s": 120},
         },

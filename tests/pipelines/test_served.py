@@ -246,3 +246,18 @@ def test_the_schedule_is_set_shown_and_ended(served: Served) -> None:
     assert "every 6h" in served.strop("loop", "schedule").stdout
     assert "ended" in served.strop("loop", "schedule", "--stop").stdout
     assert "no schedule" in served.strop("loop", "schedule").stdout
+
+
+def test_seeded_requests_side_by_side_do_not_end_the_engine(served: Served) -> None:
+    answers: list[httpx.Response] = []
+    words = " ".join(f"w{i}" for i in range(100))
+
+    def ask(seed: int) -> None:
+        answers.append(served.ask(f"{seed} {words}", session=f"seed-{seed}", temperature=0.7, seed=seed))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [a.status_code for a in answers] == [200] * 12
