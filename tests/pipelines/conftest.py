@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+import ray
 import yaml
 
 from strop.pipelines.registry import Registry
@@ -102,7 +104,15 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     fleet = Served(home, config, f"http://127.0.0.1:{port}", server)
     server.wait_until_answers(f"{fleet.url}/v1/models", 400)
     yield fleet
+    if ray.is_initialized():
+        ray.shutdown()
     server.stop()
+    mine = [
+        p.info["cmdline"]
+        for p in psutil.process_iter(["cmdline"])
+        if str(home) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert not mine, "these outlived `strop serve`"
 
 
 def wait_for(condition, timeout_s: float = 30.0) -> None:
