@@ -29,7 +29,7 @@ def test_every_key_is_documented() -> None:
     documented = [i for i in keys if lines[i - 1].lstrip().startswith("#")]
     # Entries of a mapping value (engine_args) have no documentation of their own.
     assert {lines[i].strip().split(":")[0] for i in keys if i not in documented} <= {
-        "max-model-len", "max-num-seqs", "enforce-eager",
+        "max-model-len", "max-num-seqs", "enforce-eager", "enable-auto-tool-choice", "tool-call-parser",
     }  # fmt: skip
 
 
