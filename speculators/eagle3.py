@@ -140,19 +140,25 @@ class Eagle3Draft(nn.Module):
         self.embeddings_VH: Tensor
         self.register_buffer("embeddings_VH", embeddings_VH.detach(), persistent=False)
 
+    def normed_streams(self, aux_TA: Tensor) -> Tensor:
+        """What the fusion reads of the target's streams, [T, aux layers x hidden]."""
+        if not self.config.fc_norm:
+            return aux_TA
+        chunks = aux_TA.chunk(len(self.config.aux_layers), dim=-1)
+        return torch.cat([norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+
     def fuse(self, aux_TA: Tensor) -> Tensor:
         """[T, aux layers x hidden] of the target -> [T, hidden]."""
-        if self.config.fc_norm:
-            chunks = aux_TA.chunk(len(self.config.aux_layers), dim=-1)
-            aux_TA = torch.cat([norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(aux_TA)
+        return self.fc(self.normed_streams(aux_TA))
+
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """Normed embeddings, [T, hidden]."""
+        return self.midlayer.input_layernorm(F.embedding(tokens_T, self.embeddings_VH))
 
     def layer_inputs(self, tokens_T: Tensor, hidden_TH: Tensor) -> Tensor:
         """Normed embedding of the next token beside the normed hidden state, [T, 2 x hidden]."""
-        embedded = F.embedding(tokens_T, self.embeddings_VH).to(hidden_TH.dtype)
-        return torch.cat(
-            [self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(hidden_TH)], dim=-1
-        )
+        embedded = self.embedded(tokens_T).to(hidden_TH.dtype)
+        return torch.cat([embedded, self.midlayer.hidden_norm(hidden_TH)], dim=-1)
 
     def keys_values(self, inputs_TI: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, each [kv heads, T, head dim]."""

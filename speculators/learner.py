@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from strop.serving.home import write_atomic
 from strop.serving.stack import Artifact, Speculator, Stack
 from strop.serving.traces import TraceSet
 from strop.speculators.eagle3 import DraftConfig, DraftError, Eagle3Draft, load_draft
-from strop.speculators.features import Target, compute_device, compute_dtype, extract, feature_path
+from strop.speculators.features import (
+    Target,
+    compute_device,
+    compute_dtype,
+    extract,
+    feature_path,
+    load_features,
+)
 from strop.speculators.samples import (
     DraftVocabulary,
     Sample,
@@ -24,11 +32,14 @@ from strop.speculators.samples import (
     split_validation,
 )
 from strop.speculators.settings import SpeculatorSettings
+from strop.speculators.start import closed_form_start
+from strop.speculators.steps import Batch, anchors_of, make_batch
 from strop.speculators.train import Status, train
 
 SUPPORTED = ("LlamaForCausalLM",)
 _FEATURE_SHARE = 0.4
 _TRAINING_SHARE = 0.35
+_START_TOKENS = 50_000
 _PROVENANCE = "training.json"
 
 
@@ -75,7 +86,8 @@ class SpeculatorLearner:
             )
         special = _special_tokens(model, config)
         vocabulary = draft_vocabulary(training, config["vocab_size"], self.settings.draft_vocab, special)
-        draft = _new_draft(champion, target, vocabulary)
+        progress(_FEATURE_SHARE, "fitting the draft's start")
+        draft = new_draft(champion, target, vocabulary, training, features, self.settings.draft_tokens)
         journal = train(
             draft,
             target.head[torch.from_numpy(vocabulary.target_ids_V).to(target.head.device)],
@@ -141,17 +153,33 @@ class SpeculatorLearner:
         return None
 
 
-def _new_draft(champion: Stack, target: Target, vocabulary: DraftVocabulary) -> Eagle3Draft:
-    """From the champion's own draft where it has one of the same form, else from the target."""
+def new_draft(
+    champion: Stack,
+    target: Target,
+    vocabulary: DraftVocabulary,
+    training: Sequence[Sample],
+    features: Path,
+    draft_tokens: int,
+) -> Eagle3Draft:
+    """From the champion's own draft where it has one of the same form, else in closed form from the target."""
     torch.manual_seed(0)
     config = DraftConfig.for_target(target.config, len(vocabulary.target_ids_V), target.aux_layers)
     draft = Eagle3Draft(config, target.embeddings.float(), vocabulary).to(target.embeddings.device)
     draft.initialise(target)
     previous = champion.speculator.weights if champion.speculator else None
     if previous is not None:
-        # A draft of another form is no start: this one is trained from the target instead.
+        # A draft of another form is no start: this one is then fitted from the target.
         with contextlib.suppress(DraftError):
             draft.warm_start(load_draft(Path(previous.location), target.embeddings.float()))
+            return draft
+    batches: list[Batch] = []
+    for sample in training:
+        if sum(b.tokens for b in batches) < _START_TOKENS and len(anchors_of(sample.output_T)):
+            loaded = [load_features(features, sample)]
+            batch = make_batch([sample], loaded, vocabulary.draft_ids(), draft_tokens)
+            batches.append(batch.to(target.embeddings.device))
+    if batches:
+        closed_form_start(draft, target, batches)
     return draft
 
 

@@ -101,13 +101,13 @@ def run_steps(draft: Eagle3Draft, batch: Batch) -> list[Tensor]:
             inputs_NI = draft.layer_inputs(batch.tokens_T[(anchors + 1 + step).clamp(max=last)], hidden_NH)
             own.append(draft.keys_values(inputs_NI, positions_N))
         query_hNd = draft.queries(inputs_NI, positions_N)
-        attended_NA = _attend(query_hNd, key_hTd, value_hTd, own, batch)
+        attended_NA = attend(query_hNd, key_hTd, value_hTd, own, batch)
         step_logits, hidden_NH = draft.finish(attended_NA, hidden_NH)
         logits.append(step_logits)
     return logits
 
 
-def _attend(
+def attend(
     query_hNd: Tensor, key_hTd: Tensor, value_hTd: Tensor, own: list[tuple[Tensor, Tensor]], batch: Batch
 ) -> Tensor:
     """Attention of each anchor over the target-fed keys up to itself and its own keys of later steps."""
