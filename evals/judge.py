@@ -1,6 +1,7 @@
 """The judge: champion and candidate answer the same held-out requests, and one Verdict comes out."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 
 import httpx
@@ -91,6 +92,7 @@ async def _measure(
     progress: Progress,
 ) -> list[Pair]:
     pairs: list[Pair] = []
+    ends = time.monotonic() + 60 * settings.max_minutes
     async for pair in play(client, champion, candidate, requests, settings.request_timeout_s):
         pairs.append(pair)
         progress(
@@ -103,6 +105,8 @@ async def _measure(
                 f"({recent[-1].champion.error}). See its log; without a champion nothing can be compared."
             )
         if len(recent) == _GIVE_UP_AFTER and all(p.candidate.error for p in recent):
+            break
+        if time.monotonic() > ends and len(pairs) >= settings.min_requests:
             break
     return pairs
 

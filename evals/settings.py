@@ -12,6 +12,8 @@ class EvalSettings(Section):
     """Requests that both Stacks must have answered before anything is concluded, overall and for a slice."""
     max_output_tokens: int = Field(default=256, ge=2)
     """Cap on the output tokens of a replayed request; bounds how long judging takes."""
+    max_minutes: float = Field(default=15, gt=0)
+    """After this long no further held-out request is replayed, if `min_requests` have been."""
     warmup_requests: int = Field(default=2, ge=0)
     """Requests sent to each Stack beforehand and not counted."""
     request_timeout_s: float = Field(default=300, gt=0)

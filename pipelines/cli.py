@@ -98,6 +98,9 @@ def main() -> int:
         if type(error).__module__.startswith("strop.") or isinstance(error, OSError):
             print(f"strop: {error}", file=sys.stderr)
             return 2
+        if "ray" in sys.modules:
+            # Ray's own exception hook waits for a cluster that may be what failed.
+            sys.modules["ray"].shutdown()
         raise
     return 0
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+import ray
 import yaml
 from rich.console import Console
 from rich.panel import Panel
@@ -94,6 +95,7 @@ def _write_config(
         "serving": {"port": port, "served_model": demo_model.NAME, **serving},
         "speculators": {"minutes": train_minutes},
         "loop": {"budget_minutes": train_minutes + 6},
+        "evals": {"max_requests": 40, "max_minutes": 5},
     }
     path = folder / "strop.yaml"
     write_atomic(path, yaml.safe_dump(content, sort_keys=False))
@@ -119,6 +121,8 @@ def _served(config: Path, folder: Path, settings: Settings, board: Board) -> Ite
     try:
         yield
     finally:
+        # Ray must not be looked for by this process once the fleet's is gone.
+        ray.shutdown()
         server.stop()
 
 

@@ -230,7 +230,7 @@ class _Loop:
                 if not verdict.passed:
                     fleet.remove(candidate)
         passed = [(c, v) for c, v in judged if v.passed]
-        best, verdict = min(passed or judged, key=lambda pair: pair[1].metric("latency").ratio)
+        best, verdict = min(passed or judged, key=lambda pair: _time_ratio(pair[1]))
         number = self.registry.register(best, self.journal.run_id, self.journal.loop)
         if verdict.passed:
             self.registry.set_alias("challenger", number)
@@ -331,6 +331,11 @@ def _as_result(proposal: Candidate | Declined, seconds: float) -> dict[str, Any]
         "expects": values["expects"],
         "notes": values["notes"],
     }
+
+
+def _time_ratio(verdict: Verdict) -> float:
+    ratios = [c.ratio for c in verdict.comparisons if (c.metric, c.slice) == ("e2e_s", "all")]
+    return ratios[0] if ratios else float("inf")
 
 
 def _metrics(verdict: Verdict) -> dict[str, float]:
