@@ -9,10 +9,10 @@ import httpx
 
 from strop.evals.settings import EvalSettings
 from strop.serving.client import Endpoint, Outcome, send
-from strop.serving.traces import Trace
+from strop.serving.traces import PROBE_TENANT, Trace
 
 Kind = Literal["chat", "json", "tools"]
-TENANT = "strop-judge"
+
 """Tenant under which replayed requests are sent, so that whatever records them can tell them from traffic."""
 
 
@@ -59,7 +59,7 @@ class Server:
             request.endpoint,
             body,
             session=request.session,
-            tenant=TENANT,
+            tenant=PROBE_TENANT,
             timeout_s=timeout_s,
         )
 
