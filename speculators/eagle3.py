@@ -182,28 +182,20 @@ class Eagle3Draft(nn.Module):
         return apply_rotary_pos_emb(x_hTd[None], x_hTd[None], cos, sin)[0][0]
 
     def initialise(self, target: Target) -> None:
-        """Start as an early exit: the target's top stream through its last layer, norm and head."""
+        """Queries, keys, gates, norm and head of the target; the rest is small noise (see `closed_form_start`)."""
         state = target.model.state_dict()
-        last, hidden = (
-            f"model.layers.{target.config['num_hidden_layers'] - 1}.",
-            self.config.llama["hidden_size"],
-        )
+        last = f"model.layers.{target.config['num_hidden_layers'] - 1}."
+        hidden = self.config.llama["hidden_size"]
         with torch.no_grad():
-            for name in ("q_proj", "k_proj", "v_proj"):
+            for parameter in self.parameters():
+                if parameter.ndim == 2:
+                    parameter.normal_(std=0.02)
+            for name in ("q_proj", "k_proj"):
                 weight = getattr(self.midlayer.self_attn, name).weight
-                weight[:, :hidden].normal_(std=0.02)
                 weight[:, hidden:].copy_(state[f"{last}self_attn.{name}.weight"])
-            copies = {f"midlayer.{n}": f"{last}{n}" for n in _SHARED_WITH_LAST_LAYER}
-            copies |= {
-                "midlayer.hidden_norm.weight": f"{last}input_layernorm.weight",
-                "norm.weight": "model.norm.weight",
-            }
-            own = dict(self.named_parameters())
-            for mine, theirs in copies.items():
-                own[mine].copy_(state[theirs])
-            self.fc.weight.normal_(std=0.002)
-            top = slice(hidden * (len(self.config.aux_layers) - 1), None)
-            self.fc.weight[:, top].add_(torch.eye(hidden))
+            self.midlayer.mlp.gate_proj.weight.copy_(state[f"{last}mlp.gate_proj.weight"])
+            self.midlayer.mlp.up_proj.weight.copy_(state[f"{last}mlp.up_proj.weight"])
+            self.norm.weight.copy_(state["model.norm.weight"])
             rows = torch.from_numpy(self.vocabulary.target_ids_V).to(target.head.device)
             self.lm_head.weight.copy_(target.head[rows])
 
@@ -241,12 +233,6 @@ def load_draft(folder: Path, embeddings_VH: Tensor) -> Eagle3Draft:
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise DraftError(f"{folder} is not an EAGLE-3 draft of this form: {error}") from None
     return draft
-
-
-_SHARED_WITH_LAST_LAYER = (
-    "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
-    "post_attention_layernorm.weight",
-)  # fmt: skip
 
 
 def _heads(x_TA: Tensor, heads: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The learner: traffic in, a Stack with a better draft out."""
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from strop.speculators.features import (
     load_features,
 )
 from strop.speculators.samples import (
-    DraftVocabulary,
     Sample,
     draft_vocabulary,
     samples_from_traces,
@@ -34,7 +32,7 @@ from strop.speculators.samples import (
 from strop.speculators.settings import SpeculatorSettings
 from strop.speculators.start import closed_form_start
 from strop.speculators.steps import Batch, anchors_of, make_batch
-from strop.speculators.train import Status, train
+from strop.speculators.train import Status, has_checkpoint, train
 
 SUPPORTED = ("LlamaForCausalLM",)
 _FEATURE_SHARE = 0.4
@@ -80,21 +78,27 @@ class SpeculatorLearner:
             [s for s in part if feature_path(features, s).is_file()]
             for part in split_validation(samples, self.settings.validation_share)
         )
-        if not training or not validation:
+        if not validation or not any(len(anchors_of(s.output_T)) for s in training):
             return Declined(
                 self.name, "the time ran out before the hidden states of the traffic were computed"
             )
         special = _special_tokens(model, config)
         vocabulary = draft_vocabulary(training, config["vocab_size"], self.settings.draft_vocab, special)
-        progress(_FEATURE_SHARE, "fitting the draft's start")
-        draft = new_draft(champion, target, vocabulary, training, features, self.settings.draft_tokens)
+        checkpoints = budget.folder / "checkpoints"
+        torch.manual_seed(0)
+        form = DraftConfig.for_target(config, len(vocabulary.target_ids_V), target.aux_layers)
+        draft = Eagle3Draft(form, target.embeddings.float(), vocabulary).to(target.embeddings.device)
+        draft.initialise(target)
+        if not has_checkpoint(checkpoints) and not _continue_from(champion, draft):
+            progress(_FEATURE_SHARE, "fitting the start of the draft")
+            closed_form_start(draft, _start_batches(draft, training, features, self.settings.draft_tokens))
         journal = train(
             draft,
             target.head[torch.from_numpy(vocabulary.target_ids_V).to(target.head.device)],
             training,
             validation,
             features,
-            budget.folder / "checkpoints",
+            checkpoints,
             self.settings,
             compute_dtype(),
             time.monotonic() + 0.95 * budget.left_s,
@@ -153,34 +157,29 @@ class SpeculatorLearner:
         return None
 
 
-def new_draft(
-    champion: Stack,
-    target: Target,
-    vocabulary: DraftVocabulary,
-    training: Sequence[Sample],
-    features: Path,
-    draft_tokens: int,
-) -> Eagle3Draft:
-    """From the champion's own draft where it has one of the same form, else in closed form from the target."""
-    torch.manual_seed(0)
-    config = DraftConfig.for_target(target.config, len(vocabulary.target_ids_V), target.aux_layers)
-    draft = Eagle3Draft(config, target.embeddings.float(), vocabulary).to(target.embeddings.device)
-    draft.initialise(target)
+def _continue_from(champion: Stack, draft: Eagle3Draft) -> bool:
+    """Whether the champion has a draft of this form, which is then taken over."""
     previous = champion.speculator.weights if champion.speculator else None
-    if previous is not None:
-        # A draft of another form is no start: this one is then fitted from the target.
-        with contextlib.suppress(DraftError):
-            draft.warm_start(load_draft(Path(previous.location), target.embeddings.float()))
-            return draft
+    if previous is None:
+        return False
+    try:
+        draft.warm_start(load_draft(Path(previous.location), draft.embeddings_VH))
+    except DraftError:
+        return False
+    return True
+
+
+def _start_batches(draft: Eagle3Draft, training: Sequence[Sample], features: Path, steps: int) -> list[Batch]:
     batches: list[Batch] = []
+    tokens = 0
     for sample in training:
-        if sum(b.tokens for b in batches) < _START_TOKENS and len(anchors_of(sample.output_T)):
-            loaded = [load_features(features, sample)]
-            batch = make_batch([sample], loaded, vocabulary.draft_ids(), draft_tokens)
-            batches.append(batch.to(target.embeddings.device))
-    if batches:
-        closed_form_start(draft, target, batches)
-    return draft
+        if tokens < _START_TOKENS and len(anchors_of(sample.output_T)):
+            batch = make_batch(
+                [sample], [load_features(features, sample)], draft.vocabulary.draft_ids(), steps
+            )
+            batches.append(batch.to(draft.fc.weight.device))
+            tokens += batch.tokens
+    return batches
 
 
 def _newest(samples: list[Sample], settings: SpeculatorSettings) -> list[Sample]:

@@ -32,5 +32,3 @@ class SpeculatorSettings(Section):
     """Validations without a longer predicted acceptance length after which training stops."""
     checkpoint_s: float = Field(default=60.0, gt=0)
     """Seconds between resumable checkpoints."""
-    workers: int = Field(default=1, ge=1)
-    """Processes that train under Ray Train; 1 trains in place."""

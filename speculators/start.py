@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.speculators.eagle3 import Eagle3Draft
-from strop.speculators.features import Target
 from strop.speculators.steps import Batch, run_steps
 
 _RIDGE = 0.02
@@ -28,12 +27,11 @@ _SELF_SHARPNESS = 24.0
 
 
 @torch.no_grad()
-def closed_form_start(draft: Eagle3Draft, target: Target, batches: Sequence[Batch]) -> None:
-    """Fit `draft` to the target's final states over `batches`, in the draft's own dtype."""
+def closed_form_start(draft: Eagle3Draft, batches: Sequence[Batch]) -> None:
+    """Fit an initialised `draft` to the target's final states over `batches`."""
     layer = draft.midlayer
     for norm in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm):
         norm.weight.fill_(1.0)
-    draft.norm.weight.copy_(target.model.model.norm.weight)
     states = [batch.final_MH.float() / draft.norm.weight for batch in batches]
     first = [batch.final_NJ[:, 0] for batch in batches]
     next_NH = torch.cat([s[row] for s, row in zip(states, first, strict=True)])
@@ -47,7 +45,7 @@ def closed_form_start(draft: Eagle3Draft, target: Target, batches: Sequence[Batc
     _carry_the_chosen_token(draft, chosen_NH, now_NH, next_NH)
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
-    for steps in range(1, batches[0].labels_NJ.shape[1] + 1):
+    for steps in dict.fromkeys((1, batches[0].labels_NJ.shape[1])):
         _fit_the_layer(draft, batches, states, steps)
 
 
@@ -132,4 +130,8 @@ def _fit_the_layer(
     middle = residual + attention.o_proj(attended)
     normed = draft.midlayer.post_attention_layernorm(middle)
     gated = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
+    # Units of one size, so that one learning rate suits the weights on both sides of them.
+    size_F = gated.pow(2).mean(0).sqrt().clamp(min=1e-6)
+    mlp.up_proj.weight.div_(size_F[:, None])
+    gated = gated / size_F
     mlp.down_proj.weight.copy_(ridge(gated * weight, (wanted - middle) * weight).T)

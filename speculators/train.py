@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -107,29 +106,28 @@ def train(
     `head_rows_VH` are the target's output rows of the draft vocabulary. `folder` keeps the
     checkpoints: called again with the same arguments, training goes on as if it had never
     stopped. It ends after its epochs, when validation stops improving, or at `deadline_s`
-    (of time.monotonic). Under torch.distributed each rank takes every world-size-th batch.
+    (of time.monotonic).
     """
     setup = _Setup(draft, head_rows_VH.to(draft.fc.weight.device, dtype), features, settings, dtype)
     optimiser = torch.optim.AdamW(
         draft.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )
     journal = _restore(folder, draft, optimiser)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    per_epoch = max(1, math.ceil(len(batches_of_epoch(training, 0, settings.batch_tokens)) / world))
+    per_epoch = max(1, len(batches_of_epoch(training, 0, settings.batch_tokens)))
     journal.total_steps = journal.total_steps or settings.epochs * per_epoch
     started = saved = time.monotonic()
     spent_before = journal.spent_s
     stop_at = min(deadline_s, started + settings.minutes * 60 - spent_before)
     draft.train()
-    for step, samples in _steps(training, settings, journal.step, rank, world):
+    for step, samples in _steps(training, settings.batch_tokens, journal.step):
         timed_out = time.monotonic() > stop_at
         if timed_out or step >= journal.total_steps or journal.validations_since_best >= settings.patience:
             break
-        loss = _optimise(setup, optimiser, setup.batch(samples), step / journal.total_steps, world)
+        loss = _optimise(setup, optimiser, setup.batch(samples), step / journal.total_steps)
         journal.step, journal.loss_sum = step + 1, journal.loss_sum + loss
-        journal.trained_tokens += world * sum(len(anchors_of(s.output_T)) for s in samples)
+        journal.trained_tokens += sum(len(anchors_of(s.output_T)) for s in samples)
         journal.spent_s = spent_before + time.monotonic() - started
-        if journal.step == _CALIBRATION_STEPS and world == 1:
+        if journal.step == _CALIBRATION_STEPS:
             fits = journal.step + int((stop_at - time.monotonic()) / journal.spent_s * journal.step * 0.9)
             journal.total_steps = min(journal.total_steps, fits)
         if journal.step % per_epoch == 0 or journal.step == journal.total_steps:
@@ -176,19 +174,12 @@ def evaluate(setup: _Setup, samples: Sequence[Sample]) -> tuple[float, Acceptanc
     return sum(losses) / max(1, len(losses)), acceptance
 
 
-def _optimise(
-    setup: _Setup, optimiser: torch.optim.Optimizer, batch: Batch, place: float, world: int
-) -> float:
+def _optimise(setup: _Setup, optimiser: torch.optim.Optimizer, batch: Batch, place: float) -> float:
     for group in optimiser.param_groups:
         group["lr"] = setup.settings.learning_rate * _schedule(place)
     loss, _ = setup.loss_and_logits(batch)
     optimiser.zero_grad(set_to_none=True)
     loss.backward()
-    if world > 1:
-        for parameter in setup.draft.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world
     torch.nn.utils.clip_grad_norm_(setup.draft.parameters(), 1.0)
     optimiser.step()
     return loss.item()
@@ -223,15 +214,13 @@ def _schedule(place: float) -> float:
     return _FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, falling)))
 
 
-def _steps(
-    samples: Sequence[Sample], settings: SpeculatorSettings, first: int, rank: int, world: int
-) -> Iterator[tuple[int, list[Sample]]]:
-    """(optimiser step, this rank's batch) from step `first` on, epoch after epoch."""
+def _steps(samples: Sequence[Sample], batch_tokens: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
+    """(optimiser step, its batch) from step `first` on, epoch after epoch."""
     step = epoch = 0
-    while batches := batches_of_epoch(samples, epoch, settings.batch_tokens):
-        for start in range(0, len(batches), world):
+    while batches := batches_of_epoch(samples, epoch, batch_tokens):
+        for batch in batches:
             if step >= first:
-                yield step, batches[min(start + rank, len(batches) - 1)]
+                yield step, batch
             step += 1
         epoch += 1
 
@@ -243,6 +232,10 @@ def _checkpoint(folder: Path, draft: Eagle3Draft, optimiser: torch.optim.Optimiz
         state = optimiser.state[parameter]
         tensors |= {f"{key}.{name}": state[key] for key in _MOMENTS if key in state}
     _write_tensors(folder / "last.safetensors", tensors, {"journal": json.dumps(asdict(journal))})
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return (folder / "last.safetensors").is_file()
 
 
 def _restore(folder: Path, draft: Eagle3Draft, optimiser: torch.optim.Optimizer) -> Journal:
