@@ -58,7 +58,8 @@ def engine_environment(
     `cores` are the CPU cores its compute threads are bound to (ignored on GPUs); `capture` is
     the configuration of the capture middleware.
     """
-    env = {"VLLM_PLUGINS": ""}
+    # Ours alone: a plugin that happens to be installed must not change what a Stack computes.
+    env = {"VLLM_PLUGINS": "strop"}
     if capture is not None:
         env["STROP_CAPTURE"] = json.dumps(capture)
     if stack.hardware.device == "cpu":

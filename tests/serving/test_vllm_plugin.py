@@ -1,0 +1,28 @@
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.serving.vllm_plugin import expand_batch_to_tokens
+
+
+def test_the_plugin_is_announced_to_vllm() -> None:
+    (plugin,) = entry_points(group="vllm.general_plugins", name="strop")
+    assert callable(plugin.load())
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 4)), min_size=1, max_size=8))
+def test_every_draft_token_gets_its_requests_value(requests: list[tuple[float, int]]) -> None:
+    values = torch.tensor([value for value, _ in requests])
+    counts = torch.tensor([count for _, count in requests])
+    expanded = expand_batch_to_tokens(values, counts.cumsum(0), int(counts.sum()), replace_from=0, replace_to=1)
+    assert expanded.tolist() == [value or 1.0 for value, count in requests for _ in range(count)]
+    assert expanded.dtype == values.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_dtypes_are_kept(dtype: torch.dtype) -> None:
+    expanded = expand_batch_to_tokens(torch.tensor([3, 5], dtype=dtype), torch.tensor([2, 3], dtype=torch.int32), 3)
+    assert (expanded.dtype, expanded.tolist()) == (dtype, [3, 3, 5])
