@@ -10,8 +10,9 @@ from strop.evals.losslessness import compare_outputs
 from strop.evals.metrics import compare, same_lengths, samples
 from strop.evals.proposal import Progress
 from strop.evals.replay import Pair, Request, Server, play, select
+from strop.evals.sampled import MIN_SAMPLED, compare_sampled
 from strop.evals.settings import EvalSettings
-from strop.evals.verdict import Comparison, Gate, Losslessness, Verdict
+from strop.evals.verdict import Comparison, Gate, Losslessness, SampledLikelihood, Verdict
 from strop.serving.stack import Stack
 from strop.serving.traces import Trace
 
@@ -45,16 +46,20 @@ async def judge(
         async for _ in play(client, here, there, warmup, settings.request_timeout_s):
             pass
         pairs = await _measure(client, here, there, requests, settings, progress)
-        losslessness = None
+        losslessness = sampled = None
         if champion.numerics == candidate.numerics:
             progress(0.95, "comparing outputs token by token")
             greedy = await _greedy_copies(client, here, there, pairs, settings)
             losslessness = await compare_outputs(client, here, champion.engine.dtype, [*pairs, *greedy])
+            progress(0.97, "scoring sampled answers")
+            drawn = await _sampled_copies(client, here, there, pairs, settings)
+            sampled = await compare_sampled(client, here, [*pairs, *drawn])
     comparisons = compare(pairs, settings)
     gates = (
         _enough_data(pairs, settings),
         _no_new_errors(pairs),
         _lossless(losslessness),
+        _sampled_alike(sampled),
         _faster(comparisons, pairs, settings),
     )
     progress(1.0, f"judged on {len(pairs)} requests")
@@ -65,6 +70,7 @@ async def judge(
         summary=_summary(gates, comparisons, losslessness),
         comparisons=comparisons,
         losslessness=losslessness,
+        sampled=sampled,
         gates=gates,
         samples=samples(pairs),
     )
@@ -132,6 +138,21 @@ async def _greedy_copies(
 _MIN_GREEDY = 8
 
 
+async def _sampled_copies(
+    client: httpx.AsyncClient,
+    champion: Server,
+    candidate: Server,
+    pairs: Sequence[Pair],
+    settings: EvalSettings,
+) -> list[Pair]:
+    """Some greedy requests again at a temperature, where too few are sampled: others' traffic may be."""
+    answered = [pair for pair in pairs if pair.answered]
+    missing = MIN_SAMPLED - sum(pair.request.body.get("temperature") != 0 for pair in answered)
+    copies = [p.request.made_sampled() for p in answered if p.request.greedy and p.request.endpoint == "chat"]
+    wanted = copies[: max(0, missing)]
+    return [pair async for pair in play(client, champion, candidate, wanted, settings.request_timeout_s)]
+
+
 def _enough_data(pairs: Sequence[Pair], settings: EvalSettings) -> Gate:
     answered = [pair for pair in pairs if pair.answered]
     sessions = len({pair.request.session for pair in answered})
@@ -168,6 +189,18 @@ def _lossless(losslessness: Losslessness | None) -> Gate:
         passed=found.requests > 0 and found.different == 0,
         detail=f"Of {found.requests} greedy requests, {found.identical} gave the same tokens, {found.ties} "
         f"parted at a numeric tie (gap up to {found.tie_bound:g} nats), {found.different} gave other tokens.",
+    )
+
+
+def _sampled_alike(sampled: SampledLikelihood | None) -> Gate:
+    if sampled is None:
+        return Gate(name="sampled alike", passed=True, detail="No sampled answers could be scored.")
+    return Gate(
+        name="sampled alike",
+        passed=sampled.high >= 0 and sampled.difference > -1,
+        detail=f"Over {sampled.requests} sampled answers, the candidate's are {sampled.difference:+.2f} nats a token "
+        f"as likely under the champion's logits as the champion's own ({sampled.low:+.2f} to {sampled.high:+.2f}); "
+        "clearly below 0 would mean that it samples from another distribution.",
     )
 
 

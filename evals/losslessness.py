@@ -129,7 +129,7 @@ async def logprob_gap(
     """
     try:
         ask = {"prompt": prefix_token_ids, "logprobs": 20, "return_tokens_as_token_ids": True}
-        choice = await _complete(client, server, ask, timeout_s)
+        choice = await complete(client, server, ask, timeout_s)
         top = choice["logprobs"]["top_logprobs"][0]
         here, there = top.get(f"token_id:{token}"), top.get(f"token_id:{other}")
         if here is None or there is None:
@@ -146,11 +146,11 @@ async def _logprob_as_prompt(
     client: httpx.AsyncClient, server: Server, token_ids: list[int], timeout_s: float
 ) -> float:
     """Log-probability of the last token, wherever it ranks: a grammar can allow only unlikely tokens."""
-    choice = await _complete(client, server, {"prompt": token_ids, "prompt_logprobs": 0}, timeout_s)
+    choice = await complete(client, server, {"prompt": token_ids, "prompt_logprobs": 0}, timeout_s)
     return choice["prompt_logprobs"][-1][str(token_ids[-1])]["logprob"]
 
 
-async def _complete(client: httpx.AsyncClient, server: Server, ask: dict[str, Any], timeout_s: float) -> Any:
+async def complete(client: httpx.AsyncClient, server: Server, ask: dict[str, Any], timeout_s: float) -> Any:
     body = {"model": server.model, "max_tokens": 1, "temperature": 0, **ask}
     response = await client.post(server.url.rstrip("/") + "/v1/completions", json=body, timeout=timeout_s)
     response.raise_for_status()

@@ -38,6 +38,11 @@ class Request:
         kept = {name: value for name, value in self.body.items() if name not in _NEUTRAL}
         return replace(self, body={**kept, "temperature": 0})
 
+    def made_sampled(self) -> "Request":
+        """The same request at temperature 0.7, without the grammar that would leave little to sample."""
+        kept = {n: v for n, v in self.body.items() if n not in ("response_format", "tools", "tool_choice")}
+        return replace(self, kind="chat", body={**kept, "temperature": 0.7})
+
 
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
 # The server's own bookkeeping and what would make one request into several.

@@ -52,6 +52,16 @@ class Losslessness(_Frozen):
     differences: tuple[OutputDifference, ...] = ()
 
 
+class SampledLikelihood(_Frozen):
+    """How likely sampled answers are under the champion's logits: candidate's minus champion's, nats per token."""
+
+    requests: int
+    difference: float
+    low: float
+    high: float
+    """A 99 % interval over requests."""
+
+
 class Gate(_Frozen):
     """One condition the candidate had to meet."""
 
@@ -71,6 +81,7 @@ class Verdict(_Frozen):
     """One sentence a person can act on."""
     comparisons: tuple[Comparison, ...]
     losslessness: Losslessness | None
+    sampled: SampledLikelihood | None = None
     gates: tuple[Gate, ...]
     samples: tuple[dict[str, Any], ...] = ()
     """One row a request and Stack: request_id, session, stack ('champion'|'candidate'), slice, ttft_s, e2e_s,
