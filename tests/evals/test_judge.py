@@ -37,6 +37,8 @@ class FakeServer:
     """Tokens less likely than this are not among the top ones."""
     fails_where: str = "\0"
     extra_tokens: int = 0
+    noise_when_sampled: bool = False
+    """Whether answers at a temperature are drawn from all tokens alike, as if the temperature were lost."""
 
     def tokens(self, prompt: str) -> list[int]:
         rng = random.Random(prompt)
@@ -53,6 +55,8 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         tokens = self.tokens(prompt)
+        if self.noise_when_sampled and body["temperature"]:
+            tokens = [token + 5000 for token in tokens]
         await _event(response, prompt_token_ids=[ord(c) for c in prompt], choices=[])
         steps, sent, due = 0, 1, time.perf_counter() + self.token_s
         await _wait_until(due)
@@ -83,6 +87,9 @@ class FakeServer:
         body = await request.json()
         prompt = "".join(chr(i) for i in body["prompt"] if i < FIRST_OUTPUT_ID)
         tokens = self.tokens(prompt)
+        if "prompt_logprobs" in body and len(body["prompt"]) > len(prompt) + 6:
+            scored = [{str(t): {"logprob": -1.0 if t in tokens else -9.0}} for t in body["prompt"]]
+            return web.json_response({"choices": [{"prompt_logprobs": scored}]})
         prefix = [*(ord(c) for c in prompt), *tokens[:5]]
         logprobs = {tokens[5]: -0.5, tokens[5] + 1: -0.5 - self.other_token_gap}
         if "prompt_logprobs" in body and body["prompt"][:-1] == prefix:
@@ -219,8 +226,22 @@ def test_sampled_traffic_is_still_tested_for_losslessness() -> None:
         FakeServer(tokens_per_step=2, other_token_where="question"),
         traces(temperature=1),
     )
-    assert failed(verdict) == ["lossless"]
+    assert "lossless" in failed(verdict)
     assert verdict.losslessness and verdict.losslessness.requests == 8
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_catches_an_engine_that_samples_noise(temperature: float) -> None:
+    candidate = FakeServer(token_s=0.003, tokens_per_step=2, noise_when_sampled=True)
+    verdict = judged(FakeServer(), candidate, traces(temperature=temperature))
+    assert "sampled alike" in failed(verdict)
+    assert verdict.sampled and verdict.sampled.difference == pytest.approx(-8)
+
+
+def test_sampled_answers_from_the_same_distribution_pass() -> None:
+    verdict = judged(FakeServer(), FakeServer(tokens_per_step=2), traces(temperature=0.7))
+    assert "sampled alike" not in failed(verdict)
+    assert verdict.sampled and verdict.sampled.requests >= 6
 
 
 def test_an_answer_that_stops_elsewhere_is_not_the_same_answer() -> None:
