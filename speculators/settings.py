@@ -23,7 +23,7 @@ class SpeculatorSettings(Section):
     epochs: int = Field(default=8, ge=1)
     """Passes over the training sessions, if the minutes allow."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Peak of the cosine schedule of AdamW."""
+    """Peak of the cosine schedule, for the matrices; norms and head take a part of it."""
     batch_tokens: int = Field(default=1024, ge=1)
     """Output tokens per optimiser step, whole conversations rounded up."""
     step_weight: float = Field(default=0.8, gt=0, le=1)

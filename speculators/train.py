@@ -16,6 +16,7 @@ from torch import Tensor
 from strop.serving.home import write_atomic
 from strop.speculators.eagle3 import Eagle3Draft
 from strop.speculators.features import load_features
+from strop.speculators.optimiser import optimiser_for
 from strop.speculators.samples import Sample
 from strop.speculators.settings import SpeculatorSettings
 from strop.speculators.steps import (
@@ -32,7 +33,7 @@ from strop.speculators.steps import (
 _WARMUP_SHARE = 0.05
 _FINAL_RATE = 0.05
 _CALIBRATION_STEPS = 8
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("average", "square", "count")
 
 
 @dataclass(slots=True)
@@ -109,9 +110,7 @@ def train(
     (of time.monotonic).
     """
     setup = _Setup(draft, head_rows_VH.to(draft.fc.weight.device, dtype), features, settings, dtype)
-    optimiser = torch.optim.AdamW(
-        draft.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
+    optimiser = optimiser_for(draft, settings.learning_rate, dtype)
     journal = _restore(folder, draft, optimiser)
     per_epoch = max(1, len(batches_of_epoch(training, 0, settings.batch_tokens)))
     journal.total_steps = journal.total_steps or settings.epochs * per_epoch
@@ -176,7 +175,7 @@ def evaluate(setup: _Setup, samples: Sequence[Sample]) -> tuple[float, Acceptanc
 
 def _optimise(setup: _Setup, optimiser: torch.optim.Optimizer, batch: Batch, place: float) -> float:
     for group in optimiser.param_groups:
-        group["lr"] = setup.settings.learning_rate * _schedule(place)
+        group["lr"] = group["base"] * _schedule(place)
     loss, _ = setup.loss_and_logits(batch)
     optimiser.zero_grad(set_to_none=True)
     loss.backward()
@@ -252,7 +251,7 @@ def _restore(folder: Path, draft: Eagle3Draft, optimiser: torch.optim.Optimizer)
         for key in _MOMENTS:
             if f"{key}.{name}" in tensors:
                 value = tensors[f"{key}.{name}"]
-                optimiser.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+                optimiser.state[parameter][key] = value if key == "count" else value.to(parameter.device)
     return journal
 
 
