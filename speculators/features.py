@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from strop.serving.home import write_atomic
 from strop.serving.stack import detect_hardware
-from strop.speculators.samples import Sample
+from strop.speculators.samples import Sample, common_prefix
 
 
 def compute_device() -> torch.device:
@@ -61,11 +61,6 @@ class Target:
         return self.model.get_output_embeddings().weight
 
 
-def stored_positions(output_T: np.ndarray) -> np.ndarray:
-    """Positions whose final hidden state is kept: those that predict an output token."""
-    return np.flatnonzero(output_T[1:])
-
-
 def feature_path(folder: Path, sample: Sample) -> Path:
     return folder / f"{sample.digest}.safetensors"
 
@@ -77,8 +72,8 @@ def extract(
     progress: Callable[[int, int], None] = lambda *_: None,
     keep_going: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Write `aux` [T, aux layers x hidden] and `final` [stored positions, hidden] (after the final
-    norm) of every sample, bfloat16, and return the positions that were computed.
+    """Write `aux` [T, aux layers x hidden] and `final` [T, hidden] (after the final norm) of every
+    sample, bfloat16, and return the positions that were computed.
 
     In lexicographic order each sample shares its longest known prefix with the one before, so
     one KV cache, cut back to the common prefix, computes every distinct prefix once. Finished
@@ -95,10 +90,9 @@ def extract(
             break
         aux_TA, final_TH, new = runner.run(sample.tokens_T)
         computed += new
-        kept = torch.from_numpy(stored_positions(sample.output_T)).to(final_TH.device)
         tensors = {
             "aux": aux_TA.bfloat16().cpu().contiguous(),
-            "final": final_TH[kept].bfloat16().cpu().contiguous(),
+            "final": final_TH.bfloat16().cpu().contiguous(),
         }
         write_atomic(feature_path(folder, sample), save(tensors))
         progress(len(ordered) - len(missing) + done + 1, len(ordered))
@@ -123,7 +117,7 @@ class _PrefixRunner:
 
     @torch.inference_mode()
     def run(self, tokens_T: np.ndarray) -> tuple[Tensor, Tensor, int]:
-        shared = min(_common_prefix(self.tokens, tokens_T), len(tokens_T) - 1)
+        shared = min(common_prefix(self.tokens, tokens_T), len(tokens_T) - 1)
         if shared < len(self.tokens):
             self.cache.crop(shared - len(self.tokens))
         body = self.target.model.model
@@ -147,9 +141,3 @@ class _PrefixRunner:
             final = torch.cat([self.final[:shared], final])
         self.tokens, self.aux, self.final = tokens_T, aux, final
         return aux, final, len(new_T)
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length

@@ -26,6 +26,7 @@ from strop.speculators.features import (
 from strop.speculators.samples import (
     Sample,
     draft_vocabulary,
+    mark_shared,
     samples_from_traces,
     split_validation,
 )
@@ -78,10 +79,11 @@ class SpeculatorLearner:
             [s for s in part if feature_path(features, s).is_file()]
             for part in split_validation(samples, self.settings.validation_share)
         )
-        if not validation or not any(len(anchors_of(s.output_T)) for s in training):
+        if not validation or not any(len(anchors_of(s)) for s in training):
             return Declined(
                 self.name, "the time ran out before the hidden states of the traffic were computed"
             )
+        training = mark_shared(training)
         special = _special_tokens(model, config)
         vocabulary = draft_vocabulary(training, config["vocab_size"], self.settings.draft_vocab, special)
         checkpoints = budget.folder / "checkpoints"
@@ -173,12 +175,12 @@ def _start_batches(draft: Eagle3Draft, training: Sequence[Sample], features: Pat
     batches: list[Batch] = []
     tokens = 0
     for sample in training:
-        if tokens < _START_TOKENS and len(anchors_of(sample.output_T)):
+        if tokens < _START_TOKENS and len(anchors_of(sample)):
             batch = make_batch(
-                [sample], [load_features(features, sample)], draft.vocabulary.draft_ids(), steps
+                [sample], [load_features(features, sample)], draft.vocabulary.draft_ids(), steps, prompts=True
             )
             batches.append(batch.to(draft.fc.weight.device))
-            tokens += batch.tokens
+            tokens += batch.anchors
     return batches
 
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,8 @@ class Sample:
     """int64 token ids: prompt and outputs of all turns."""
     output_T: np.ndarray
     """bool: whether the target produced the token."""
+    shared: int = 0
+    """Tokens at the start that another sample has too, and is trained on."""
 
     @property
     def digest(self) -> str:
@@ -88,6 +90,24 @@ def samples_from_traces(traces: Iterable[Trace], max_tokens: int) -> list[Sample
             whole[1][len(prompt) : len(tokens)] = True
         samples += [Sample(f"{tenant}/{session}", tokens, marks) for tokens, marks in kept]
     return samples
+
+
+def mark_shared(samples: Sequence[Sample]) -> list[Sample]:
+    """The same samples with `shared` set, so that every distinct prefix belongs to one of them."""
+    marked: dict[int, Sample] = {}
+    previous = np.zeros(0, dtype=np.int64)
+    for i in sorted(range(len(samples)), key=lambda i: samples[i].tokens_T.tolist()):
+        tokens = samples[i].tokens_T
+        marked[i] = replace(samples[i], shared=common_prefix(previous, tokens))
+        previous = tokens
+    return [marked[i] for i in range(len(samples))]
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of leading tokens that are equal."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
 
 
 def split_validation(samples: Sequence[Sample], share: float) -> tuple[list[Sample], list[Sample]]:

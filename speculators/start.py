@@ -32,10 +32,9 @@ def closed_form_start(draft: Eagle3Draft, batches: Sequence[Batch]) -> None:
     layer = draft.midlayer
     for norm in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm):
         norm.weight.fill_(1.0)
-    states = [batch.final_MH.float() / draft.norm.weight for batch in batches]
-    first = [batch.final_NJ[:, 0] for batch in batches]
-    next_NH = torch.cat([s[row] for s, row in zip(states, first, strict=True)])
-    now_NH = torch.cat([s[row - 1] for s, row in zip(states, first, strict=True)])
+    states = [batch.final_TH.float() / draft.norm.weight for batch in batches]
+    now_NH = torch.cat([s[b.anchors_N] for s, b in zip(states, batches, strict=True)])
+    next_NH = torch.cat([s[b.anchors_N + 1] for s, b in zip(states, batches, strict=True)])
     streams = torch.cat([draft.normed_streams(b.aux_TA[b.anchors_N].float()) for b in batches])
     draft.fc.weight.copy_(ridge(streams, torch.lerp(now_NH, next_NH, _NEXT_SHARE)).T)
     del streams
@@ -109,7 +108,7 @@ def _fit_the_layer(
     setattr(draft, "lm_head", nn.Identity())  # noqa: B010
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     try:
-        for batch, state_MH in zip(batches, states, strict=True):
+        for batch, state_TH in zip(batches, states, strict=True):
             seen.attended.clear()
             seen.middle.clear()
             short = replace(batch, labels_NJ=batch.labels_NJ[:, :steps])
@@ -117,7 +116,7 @@ def _fit_the_layer(
             for step, (attended, middle) in enumerate(zip(seen.attended, seen.middle, strict=True)):
                 valid = batch.valid_NJ[:, step]
                 residual = middle[valid] - F.linear(attended[valid], attention.o_proj.weight)
-                wanted = state_MH[batch.final_NJ[valid, step]]
+                wanted = state_TH[batch.anchors_N[valid] + 1 + step]
                 rows.append(
                     (attended[valid], residual, wanted, wanted.new_full((len(wanted), 1), _STEP_WEIGHT**step))
                 )

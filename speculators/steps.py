@@ -13,32 +13,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.speculators.eagle3 import Eagle3Draft
-from strop.speculators.features import stored_positions
 from strop.speculators.samples import Sample
+
+PROMPT_WEIGHT = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Several samples end to end. T: positions, N: anchors, J: draft steps, M: stored final states."""
+    """Several samples end to end. T: positions, N: anchors, J: draft steps."""
 
     tokens_T: Tensor
     positions_T: Tensor
     aux_TA: Tensor
-    final_MH: Tensor
+    final_TH: Tensor
     lengths: list[int]
     """Tokens of each sample."""
     anchor_counts: list[int]
     anchors_N: Tensor
     labels_NJ: Tensor
     """Draft id of token t+2+j; -1 outside the draft vocabulary."""
-    final_NJ: Tensor
-    """Row of `final_MH` that predicts token t+2+j."""
     valid_NJ: Tensor
-    """Whether tokens t+2 to t+2+j are all outputs of one turn."""
+    """Whether tokens t+2 to t+2+j may be predicted: all outputs of one turn, or with `prompts` any tokens."""
+    weight_N: Tensor
+    """Weight of an anchor in the loss."""
 
     @property
-    def tokens(self) -> int:
-        return int(self.valid_NJ[:, 0].sum())
+    def anchors(self) -> int:
+        return len(self.anchors_N)
 
     def to(self, device: torch.device) -> "Batch":
         tensors = {
@@ -47,41 +48,49 @@ class Batch:
         return replace(self, **tensors)
 
 
-def anchors_of(output_T: np.ndarray) -> np.ndarray:
-    """Positions where the engine drafts with a known continuation."""
-    return np.flatnonzero(output_T[1:-1] & output_T[2:])
+def anchors_of(sample: Sample, prompts: bool = False) -> np.ndarray:
+    """Positions where the engine drafts with a known continuation; with `prompts` also the positions
+    of prompts, each distinct prefix in one sample."""
+    inside_T = sample.output_T[1:-1] & sample.output_T[2:]
+    if prompts:
+        inside_T[sample.shared :] = True
+    return np.flatnonzero(inside_T)
 
 
 def make_batch(
-    samples: Sequence[Sample], features: Sequence[tuple[Tensor, Tensor]], draft_ids: np.ndarray, steps: int
+    samples: Sequence[Sample],
+    features: Sequence[tuple[Tensor, Tensor]],
+    draft_ids: np.ndarray,
+    steps: int,
+    prompts: bool = False,
 ) -> Batch:
-    """Join samples and their (aux, final) features. Every sample needs at least one anchor."""
-    anchors, labels, rows, valid = [], [], [], []
-    offset = stored = 0
+    """Join samples and their (aux, final) features. `prompts` adds anchors to learn from, never to measure."""
+    anchors, labels, valid, weights = [], [], [], []
+    offset = 0
     for sample in samples:
-        length, t = len(sample.tokens_T), anchors_of(sample.output_T)
+        length, t = len(sample.tokens_T), anchors_of(sample, prompts)
         predicted_NJ = t[:, None] + 2 + np.arange(steps)
         inside_NJ = np.minimum(predicted_NJ, length - 1)
-        row_T = np.zeros(length, dtype=np.int64)
-        kept = stored_positions(sample.output_T)
-        row_T[kept] = np.arange(len(kept))
+        allowed_NJ = predicted_NJ < length
+        if not prompts:
+            allowed_NJ &= sample.output_T[inside_NJ]
         anchors.append(t + offset)
         labels.append(draft_ids[sample.tokens_T[inside_NJ]])
-        rows.append(row_T[inside_NJ - 1] + stored)
-        valid.append(np.logical_and.accumulate((predicted_NJ < length) & sample.output_T[inside_NJ], axis=1))
-        offset, stored = offset + length, stored + len(kept)
+        valid.append(np.logical_and.accumulate(allowed_NJ, axis=1))
+        weights.append(np.where(sample.output_T[t + 1] & sample.output_T[t + 2], 1.0, PROMPT_WEIGHT))
+        offset += length
     lengths = [len(s.tokens_T) for s in samples]
     return Batch(
         tokens_T=torch.from_numpy(np.concatenate([s.tokens_T for s in samples])),
         positions_T=torch.cat([torch.arange(n) for n in lengths]),
         aux_TA=torch.cat([aux for aux, _ in features]),
-        final_MH=torch.cat([final for _, final in features]),
+        final_TH=torch.cat([final for _, final in features]),
         lengths=lengths,
         anchor_counts=[len(a) for a in anchors],
         anchors_N=torch.from_numpy(np.concatenate(anchors)),
         labels_NJ=torch.from_numpy(np.concatenate(labels)),
-        final_NJ=torch.from_numpy(np.concatenate(rows)),
         valid_NJ=torch.from_numpy(np.concatenate(valid)),
+        weight_N=torch.from_numpy(np.concatenate(weights)).float(),
     )
 
 
@@ -133,21 +142,25 @@ def attend(
     return torch.cat(outputs)
 
 
-def soft_targets(batch: Batch, head_rows_VH: Tensor) -> Tensor:
-    """Log-probabilities of the target over the draft vocabulary, [M, V], renormalised over it."""
-    return F.log_softmax(F.linear(batch.final_MH.to(head_rows_VH.dtype), head_rows_VH).float(), dim=-1)
-
-
-def distillation_loss(logits: list[Tensor], batch: Batch, target_MV: Tensor, step_weight: float) -> Tensor:
-    """Forward KL from the target to the draft, the mean over usable positions, step j by `step_weight`^j."""
-    total = target_MV.new_zeros(())
+def distillation_loss(logits: list[Tensor], batch: Batch, head_rows_VH: Tensor, step_weight: float) -> Tensor:
+    """Forward KL from the target to the draft over the draft vocabulary, the weighted mean over usable
+    positions, step j by `step_weight`^j. `head_rows_VH` are the target's output rows of that vocabulary.
+    """
+    places, where = torch.unique(
+        batch.anchors_N[:, None] + 1 + torch.arange(len(logits), device=head_rows_VH.device),
+        return_inverse=True,
+    )
+    final_MH = batch.final_TH[places.clamp(max=len(batch.final_TH) - 1)].to(head_rows_VH.dtype)
+    target_MV = F.log_softmax(F.linear(final_MH, head_rows_VH).float(), dim=-1)
     usable_NJ = batch.valid_NJ & (batch.labels_NJ >= 0)
+    total = target_MV.new_zeros(())
     for step, step_logits in enumerate(logits):
         usable_N = usable_NJ[:, step]
-        want = target_MV[batch.final_NJ[usable_N, step]]
+        weight = batch.weight_N[usable_N]
+        want = target_MV[where[usable_N, step]]
         have = F.log_softmax(step_logits[usable_N].float(), dim=-1)
-        kl = F.kl_div(have, want, reduction="sum", log_target=True) / usable_N.sum().clamp(min=1)
-        total = total + step_weight**step * kl
+        divergence = F.kl_div(have, want, reduction="none", log_target=True).sum(-1)
+        total = total + step_weight**step * (divergence * weight).sum() / weight.sum().clamp(min=1e-6)
     return total / sum(step_weight**j for j in range(len(logits)))
 
 

@@ -27,7 +27,6 @@ from strop.speculators.steps import (
     make_batch,
     measure,
     run_steps,
-    soft_targets,
 )
 
 _WARMUP_SHARE = 0.05
@@ -78,16 +77,15 @@ class _Setup:
     def device(self) -> torch.device:
         return self.draft.fc.weight.device
 
-    def batch(self, samples: Sequence[Sample]) -> Batch:
+    def batch(self, samples: Sequence[Sample], prompts: bool) -> Batch:
         features = [load_features(self.features, s) for s in samples]
         ids = self.draft.vocabulary.draft_ids()
-        return make_batch(samples, features, ids, self.settings.draft_tokens).to(self.device)
+        return make_batch(samples, features, ids, self.settings.draft_tokens, prompts).to(self.device)
 
     def loss_and_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = run_steps(self.draft, batch)
-            targets = soft_targets(batch, self.head_VH)
-            return distillation_loss(logits, batch, targets, self.settings.step_weight), logits
+            return distillation_loss(logits, batch, self.head_VH, self.settings.step_weight), logits
 
 
 def train(
@@ -122,9 +120,9 @@ def train(
         timed_out = time.monotonic() > stop_at
         if timed_out or step >= journal.total_steps or journal.validations_since_best >= settings.patience:
             break
-        loss = _optimise(setup, optimiser, setup.batch(samples), step / journal.total_steps)
+        loss = _optimise(setup, optimiser, setup.batch(samples, True), step / journal.total_steps)
         journal.step, journal.loss_sum = step + 1, journal.loss_sum + loss
-        journal.trained_tokens += sum(len(anchors_of(s.output_T)) for s in samples)
+        journal.trained_tokens += sum(len(anchors_of(s, True)) for s in samples)
         journal.spent_s = spent_before + time.monotonic() - started
         if journal.step == _CALIBRATION_STEPS:
             fits = journal.step + int((stop_at - time.monotonic()) / journal.spent_s * journal.step * 0.9)
@@ -147,15 +145,16 @@ def train(
 
 def batches_of_epoch(samples: Sequence[Sample], epoch: int, batch_tokens: int) -> list[list[Sample]]:
     """A fixed shuffle of the samples that have anchors, cut where a batch reaches `batch_tokens` anchors."""
-    usable = [s for s in samples if len(anchors_of(s.output_T))]
+    sizes = [len(anchors_of(s, True)) if len(anchors_of(s)) else 0 for s in samples]
     batches: list[list[Sample]] = []
     room = 0
-    for i in np.random.default_rng(epoch).permutation(len(usable)):
-        if room <= 0:
-            batches.append([])
-            room = batch_tokens
-        batches[-1].append(usable[i])
-        room -= len(anchors_of(usable[i].output_T))
+    for i in np.random.default_rng(epoch).permutation(len(samples)):
+        if sizes[i]:
+            if room <= 0:
+                batches.append([])
+                room = batch_tokens
+            batches[-1].append(samples[i])
+            room -= sizes[i]
     return batches
 
 
@@ -165,7 +164,7 @@ def evaluate(setup: _Setup, samples: Sequence[Sample]) -> tuple[float, Acceptanc
     setup.draft.eval()
     with torch.no_grad():
         for group in batches_of_epoch(samples, 0, setup.settings.batch_tokens):
-            batch = setup.batch(group)
+            batch = setup.batch(group, False)
             loss, logits = setup.loss_and_logits(batch)
             losses.append(float(loss))
             acceptance += measure(logits, batch)

@@ -1,6 +1,5 @@
 """Features: what is stored is what the target computes, however the work is shared."""
 
-import numpy as np
 import torch
 
 from strop.speculators.features import (
@@ -8,7 +7,6 @@ from strop.speculators.features import (
     extract,
     feature_path,
     load_features,
-    stored_positions,
 )
 
 
@@ -18,11 +16,10 @@ def test_shared_prefixes_change_the_work_and_not_the_result(lesson):
             whole = lesson.target.model.model(
                 torch.from_numpy(sample.tokens_T)[None], output_hidden_states=True
             )
-        aux_TA, final_MH = load_features(lesson.features, sample)
+        aux_TA, final_TH = load_features(lesson.features, sample)
         expected = torch.cat([whole.hidden_states[k][0] for k in lesson.target.aux_layers], dim=-1)
         torch.testing.assert_close(aux_TA.float(), expected, atol=1e-2, rtol=1e-2)
-        kept = whole.last_hidden_state[0][stored_positions(sample.output_T)]
-        torch.testing.assert_close(final_MH.float(), kept, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(final_TH.float(), whole.last_hidden_state[0], atol=1e-2, rtol=1e-2)
 
 
 def test_a_prefix_is_computed_once_and_finished_samples_never_again(lesson, tmp_path):
@@ -42,10 +39,6 @@ def test_extraction_stops_when_told_and_leaves_whole_files(lesson, tmp_path):
     extract(lesson.target, lesson.samples, tmp_path, keep_going=lambda: next(answers))
     files = list(tmp_path.iterdir())
     assert len(files) == 2 and all(f.suffix == ".safetensors" for f in files)
-
-
-def test_stored_positions_predict_outputs():
-    assert stored_positions(np.array([False, False, True, True, False, True])).tolist() == [1, 2, 4]
 
 
 def test_the_default_streams_are_those_of_the_engine():

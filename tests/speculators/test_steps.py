@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -11,7 +12,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strop.speculators.features import load_features
-from strop.speculators.steps import Acceptance, anchors_of, measure, run_steps
+from strop.speculators.samples import mark_shared
+from strop.speculators.steps import (
+    PROMPT_WEIGHT,
+    Acceptance,
+    anchors_of,
+    distillation_loss,
+    make_batch,
+    measure,
+    run_steps,
+)
+
+DRAFT_IDS = np.arange(512) % 64
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +84,7 @@ def test_parallel_steps_equal_the_drafting_loop(lesson, tmp_path):
     sample = lesson.samples[3]
     aux_TA, _ = load_features(lesson.features, sample)
     batch = lesson.batch([lesson.samples[0], sample])
-    offset, first = len(lesson.samples[0].tokens_T), len(anchors_of(lesson.samples[0].output_T))
+    offset, first = len(lesson.samples[0].tokens_T), len(anchors_of(lesson.samples[0]))
     ids = draft.vocabulary.target_ids_V
     for anchor in (30, 47, 61):
         known = sample.tokens_T[: anchor + 2].tolist()
@@ -81,7 +93,7 @@ def test_parallel_steps_equal_the_drafting_loop(lesson, tmp_path):
             # The loop feeds its own drafts; teach the parallel steps the same text.
             batch.tokens_T[offset + anchor + 2 : offset + anchor + 5] = torch.tensor(expected)
             logits = run_steps(draft, batch)
-            row = first + int(np.flatnonzero(anchors_of(sample.output_T) == anchor)[0])
+            row = first + int(np.flatnonzero(anchors_of(sample) == anchor)[0])
             batch.tokens_T[offset:] = torch.from_numpy(sample.tokens_T)
         assert [int(ids[int(step[row].argmax())]) for step in logits] == expected
 
@@ -98,7 +110,7 @@ def test_samples_in_a_batch_do_not_see_each_other(lesson):
 
 def test_a_step_sees_nothing_of_the_tokens_it_predicts(lesson):
     draft, sample = lesson.draft(), lesson.samples[0]
-    anchor, row = 40, int(np.flatnonzero(anchors_of(sample.output_T) == 40)[0])
+    anchor, row = 40, int(np.flatnonzero(anchors_of(sample) == 40)[0])
     batch = lesson.batch([sample])
     with torch.no_grad():
         before = [step[row].clone() for step in run_steps(draft, batch)]
@@ -116,6 +128,45 @@ def test_anchors_and_validity_follow_the_turns(lesson):
     assert batch.valid_NJ[anchors.index(47)].tolist() == [True, False, False]
     assert batch.valid_NJ[anchors.index(46)].tolist() == [True, True, False]
     assert batch.valid_NJ[anchors.index(60)].tolist() == [True, True, True]
+
+
+def test_prompts_are_learned_from_once_and_never_measured(lesson):
+    samples = mark_shared(lesson.samples)
+    prefixes = {tuple(s.tokens_T[: i + 3].tolist()) for s in samples for i in range(len(s.tokens_T) - 2)}
+    outputs = {tuple(s.tokens_T[: i + 3].tolist()) for s in samples for i in anchors_of(s).tolist()}
+    learned = [
+        tuple(s.tokens_T[: t + 3].tolist()) for s in samples for t in anchors_of(s, prompts=True).tolist()
+    ]
+    assert outputs < set(learned) <= prefixes
+    assert len(learned) == len(set(learned))
+    assert len(learned) > 0.9 * len(prefixes)
+    with_prompts = make_batch(
+        [samples[0]], [load_features(lesson.features, samples[0])], DRAFT_IDS, 3, prompts=True
+    )
+    plain = make_batch([samples[0]], [load_features(lesson.features, samples[0])], DRAFT_IDS, 3)
+    assert plain.anchors < with_prompts.anchors
+    assert set(plain.weight_N.tolist()) == {1.0} and set(with_prompts.weight_N.tolist()) == {
+        1.0,
+        PROMPT_WEIGHT,
+    }
+
+
+def test_the_loss_is_the_divergence_from_the_target(lesson):
+    """Zero for a draft that says what the target says, and the plain formula otherwise."""
+    batch = lesson.batch([lesson.samples[0]])
+    rows = lesson.head_rows.float()
+    at = batch.anchors_N[:, None] + 1 + torch.arange(3)
+    exact = [
+        F.linear(batch.final_TH[at[:, j].clamp(max=len(batch.tokens_T) - 1)].float(), rows) for j in range(3)
+    ]
+    assert distillation_loss(exact, batch, rows, 0.8).item() == pytest.approx(0, abs=1e-5)
+    flat = [torch.zeros_like(step) for step in exact]
+    expected = 0.0
+    for j in range(3):
+        usable = batch.valid_NJ[:, j] & (batch.labels_NJ[:, j] >= 0)
+        p = exact[j][usable].softmax(-1)
+        expected += 0.8**j * float((p * (p.log() + np.log(64))).sum(-1).mean()) / (1 + 0.8 + 0.64)
+    assert distillation_loss(flat, batch, rows, 0.8).item() == pytest.approx(expected, rel=1e-4)
 
 
 @settings(deadline=None)
