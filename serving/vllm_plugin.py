@@ -5,14 +5,20 @@ Loaded in every process of every replica, several times over: each mend must be 
 
 import torch
 
+SPIN_S = 0.005
+
 
 def register() -> None:
     """Entry point."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
         from vllm.v1.sample import rejection_sampler
 
+        # A worker that waits for its next step spins for a second: on the cores of another replica or
+        # of the other Stack of a rollout, whose threads then wait for each other at every operator.
+        SpinCondition.__init__.__defaults__ = (SPIN_S,)
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[assignment]
 
 

@@ -5,12 +5,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.serving.vllm_plugin import expand_batch_to_tokens
+from strop.serving.vllm_plugin import SPIN_S, expand_batch_to_tokens, register
 
 
 def test_the_plugin_is_announced_to_vllm() -> None:
     (plugin,) = entry_points(group="vllm.general_plugins", name="strop")
     assert callable(plugin.load())
+
+
+def test_mending_twice_does_no_harm() -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        pytest.skip("what is mended is vLLM on CPUs")
+    register()
+    register()
+    assert SpinCondition.__init__.__defaults__ == (SPIN_S,)
+    assert rejection_sampler.expand_batch_to_tokens is expand_batch_to_tokens
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 4)), min_size=1, max_size=8))
