@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,18 @@ def start_ray(home: Path, address: str | None) -> None:
         # Ray's sockets lie in its session folder, and a socket's path is limited to 107 bytes.
         if len(str(home)) < 36:
             extra["_temp_dir"] = str(home / "ray")
-    ray.init(
-        address=address or "local",
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": OFFLINE},
-        **extra,
-    )
+    # Ray puts the folder it is started from on its workers' path. From a checkout of strop that would
+    # make the folder `kernels` importable, which transformers takes for a package of that name.
+    home.mkdir(parents=True, exist_ok=True)
+    with chdir(home):
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": OFFLINE},
+            **extra,
+        )
 
 
 def _use_token(home: Path) -> None:
