@@ -30,12 +30,16 @@ def test_mending_twice_does_no_harm() -> None:
 def test_every_draft_token_gets_its_requests_value(requests: list[tuple[float, int]]) -> None:
     values = torch.tensor([value for value, _ in requests])
     counts = torch.tensor([count for _, count in requests])
-    expanded = expand_batch_to_tokens(values, counts.cumsum(0), int(counts.sum()), replace_from=0, replace_to=1)
+    expanded = expand_batch_to_tokens(
+        values, counts.cumsum(0), int(counts.sum()), replace_from=0, replace_to=1
+    )
     assert expanded.tolist() == [value or 1.0 for value, count in requests for _ in range(count)]
     assert expanded.dtype == values.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
 def test_dtypes_are_kept(dtype: torch.dtype) -> None:
-    expanded = expand_batch_to_tokens(torch.tensor([3, 5], dtype=dtype), torch.tensor([2, 3], dtype=torch.int32), 3)
+    expanded = expand_batch_to_tokens(
+        torch.tensor([3, 5], dtype=dtype), torch.tensor([2, 3], dtype=torch.int32), 3
+    )
     assert (expanded.dtype, expanded.tolist()) == (dtype, [3, 3, 5])
