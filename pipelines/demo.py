@@ -92,7 +92,12 @@ def _write_config(
     content = {
         "model": str(model),
         "experiment": "strop-demo",
-        "serving": {"port": port, "served_model": demo_model.NAME, **serving},
+        "serving": {
+            "port": port,
+            "served_model": demo_model.NAME,
+            "canary": {"share": 0.5, "min_requests": 12},
+            **serving,
+        },
         "speculators": {"minutes": train_minutes},
         "loop": {"budget_minutes": train_minutes + 6},
         "evals": {"max_requests": 40, "max_minutes": 5},
