@@ -41,6 +41,7 @@ def main() -> None:
         began = time.monotonic()
         with temporary_fleet(settings, home, plain_stack(settings)) as fleet:
             status = fleet.status()
+            start_s = 0.0
             for number in range(4 if arguments.quick else 32):
                 body = {
                     "model": "model",
