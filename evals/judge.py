@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 
 import httpx
@@ -40,7 +41,9 @@ async def judge(
         raise JudgeError(
             "No held-out trace can be replayed: none was answered with status 200 and holds a prompt."
         )
-    here, there = Server(champion_url, champion.served_model), Server(candidate_url, candidate.served_model)
+    salt = uuid.uuid4().hex
+    here = Server(champion_url, champion.served_model, salt)
+    there = Server(candidate_url, candidate.served_model, salt)
     async with httpx.AsyncClient(trust_env=False) as client:
         progress(0.0, f"warming up both servers with {len(warmup)} requests")
         async for _ in play(client, here, there, warmup, settings.request_timeout_s):

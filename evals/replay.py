@@ -55,9 +55,13 @@ class Server:
 
     url: str
     model: str
+    cache_salt: str | None = None
+    """Keeps what this server cached for others out of the measurement: both sides start cold."""
 
     async def answer(self, client: httpx.AsyncClient, request: Request, timeout_s: float) -> Outcome:
         body = {**request.body, "model": self.model}
+        if self.cache_salt:
+            body["cache_salt"] = self.cache_salt
         return await send(
             client,
             self.url,

