@@ -15,7 +15,7 @@ import psutil
 
 from strop.serving.home import home
 
-MEMORY_GIB = 6
+MEMORY_GIB = 12
 DISK_GIB = 5
 
 

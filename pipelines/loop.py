@@ -212,7 +212,7 @@ class _Loop:
         if not candidates:
             return {"verdict": None, "candidate": None}
         judged: list[tuple[Stack, Verdict]] = []
-        with self._fleet(champion) as (fleet, _):
+        with self._fleet(champion) as fleet:
             champion_url = fleet.add(champion)
             for candidate in candidates:
                 self.board.update(0.02, "starting the candidate's replicas")
@@ -283,16 +283,16 @@ class _Loop:
         return {"report": str(path)}
 
     @contextmanager
-    def _fleet(self, champion: Stack) -> Iterator[tuple[RemoteFleet, bool]]:
+    def _fleet(self, champion: Stack) -> Iterator[RemoteFleet]:
         """The running fleet, or one that lives as long as the judge needs it."""
         try:
-            yield connect(self.home), True
+            yield connect(self.home)
             return
         except FleetUnavailable:
             pass
         self.board.update(0.0, "starting the champion's replicas")
         with temporary_fleet(self.settings, self.home, champion) as fleet:
-            yield fleet, False
+            yield fleet
 
 
 _EVENTS = {

@@ -21,8 +21,6 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
-ALIASES = ("champion", "challenger", "previous")
-
 
 class RegistryError(RuntimeError):
     """The tracking server cannot be used, or has no such Stack; the message says what to do."""

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from strop.evals.judge import JudgeError, judge
+from strop.evals.judge import JudgeError, _faster, judge
 from strop.evals.losslessness import Agreement, first_difference, outputs_agree, tie_bound
+from strop.evals.metrics import compare
+from strop.evals.replay import Pair, Request
 from strop.evals.settings import EvalSettings
 from strop.evals.verdict import Verdict
+from strop.serving.client import Outcome
 from strop.serving.stack import Artifact, Engine, Hardware, Speculator, Stack
 from strop.serving.traces import Choice, Trace
 
@@ -197,9 +200,27 @@ def test_finds_the_planted_speedup() -> None:
 
 
 def test_refuses_a_slower_candidate() -> None:
-    slower = judged(FakeServer(), FakeServer(token_s=0.006))
+    slower = judged(FakeServer(), FakeServer(token_s=0.004))
     assert failed(slower) == ["faster"] and slower.metric("inter_token_s").ratio_low > 1
     assert slower.summary.startswith("Refused (failed: faster)")
+
+
+def test_refuses_an_equal_candidate() -> None:
+    judged_pairs = [
+        Pair(Request(f"r{i}", f"s{i // 2}", "chat", "chat", {"temperature": 0}), outcome, outcome)
+        for i, outcome in enumerate(outcome_of(0.01 * (i + 1)) for i in range(12))
+    ]
+    gate = _faster(compare(judged_pairs, SETTINGS), judged_pairs, SETTINGS)
+    assert not gate.passed and "1.000 (1.000 to 1.000)" in gate.detail
+
+
+def outcome_of(token_s: float) -> Outcome:
+    return Outcome(
+        request_id="r", session="s", status=200, error=None, stack=None, started_s=0.0, ttft_s=token_s,
+        e2e_s=11 * token_s, inter_token_s=[token_s] * 10, prompt_tokens=4, cached_tokens=None, output_tokens=11,
+        text="x", token_ids=list(range(11)), prompt_token_ids=[1], logprobs=None, tool_calls=[],
+        finish_reason="length", speculation=None,
+    )  # fmt: skip
 
 
 def test_catches_a_wrong_token() -> None:
@@ -225,7 +246,7 @@ def test_sampled_traffic_is_still_tested_for_losslessness() -> None:
         FakeServer(tokens_per_step=2, other_token_where="question"),
         traces(temperature=1),
     )
-    assert "lossless" in failed(verdict)
+    assert failed(verdict) == ["lossless", "sampled alike"]
     assert verdict.losslessness and verdict.losslessness.requests == 8
 
 
