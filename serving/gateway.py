@@ -34,7 +34,8 @@ defaults
     option http-buffer-request
     retries 3
     option redispatch 1
-    retry-on conn-failure empty-response junk-response 502 503
+    # The router answers 500 for a request that was on a replica when it died.
+    retry-on conn-failure empty-response junk-response 500 502 503
     log-format "%ci [%tr] %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %ts %rc %HM %HP"
     log stdout format raw local0 info
 
@@ -52,7 +53,8 @@ frontend gateway
 backend stacks
     balance hash req.hdr(X-Session-Id)
     hash-type consistent
-    option httpchk GET /health
+    # The router's /health is bad as soon as one of its replicas is.
+    option httpchk GET /readiness
     http-check expect status 200
     default-server check inter 1s fall 2 rise 1 weight 0 init-addr last,libc,none disabled
 {slots}

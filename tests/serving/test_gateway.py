@@ -23,8 +23,10 @@ class _Router(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        if self.server.broken:  # type: ignore[attr-defined]
+        if self.server.broken == "close":  # type: ignore[attr-defined]
             self.connection.close()
+        elif self.server.broken:  # type: ignore[attr-defined]
+            self.send_error(self.server.broken)  # type: ignore[attr-defined]
         else:
             self.do_GET()
 
@@ -34,7 +36,7 @@ class _Router(BaseHTTPRequestHandler):
 
 def _router() -> ThreadingHTTPServer:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Router)
-    server.broken = False  # type: ignore[attr-defined]
+    server.broken = None  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -81,12 +83,13 @@ def test_sessions_follow_the_weights_and_stick(gateway: Gateway, routers: list[T
     assert set(_where(gateway).values()) == {new}
 
 
+@pytest.mark.parametrize("how", ["close", 500, 503])
 def test_a_stack_that_breaks_under_a_request_costs_the_client_nothing(
-    gateway: Gateway, routers: list[ThreadingHTTPServer]
+    gateway: Gateway, routers: list[ThreadingHTTPServer], how: str | int
 ) -> None:
     for slot, server in enumerate(routers):
         gateway.attach(slot, "127.0.0.1", server.server_port, 64)
-    routers[1].broken = True  # type: ignore[attr-defined]
+    routers[1].broken = how  # type: ignore[attr-defined]
     with httpx.Client() as client:
         answers = [
             client.post(f"{gateway.url}/v1/chat/completions", json={"n": i}, headers={"X-Session-Id": str(i)})
