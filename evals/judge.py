@@ -4,6 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import httpx
 
@@ -22,7 +23,7 @@ class JudgeError(RuntimeError):
     """No judgement is possible, whatever the candidate is like; the message says why and what to do."""
 
 
-async def judge(
+def judge(
     champion: Stack,
     champion_url: str,
     candidate: Stack,
@@ -44,52 +45,70 @@ async def judge(
     salt = uuid.uuid4().hex
     here = Server(champion_url, champion.served_model, salt)
     there = Server(candidate_url, candidate.served_model, salt)
-    async with httpx.AsyncClient(trust_env=False) as client:
-        progress(0.0, f"warming up both servers with {len(warmup)} requests")
-        async for _ in play(client, here, there, warmup, settings.request_timeout_s):
-            pass
-        pairs = await _measure(client, here, there, requests, settings, progress)
-        losslessness = sampled = None
-        if champion.numerics == candidate.numerics:
-            progress(0.95, "comparing outputs token by token")
-            greedy = await _greedy_copies(client, here, there, pairs, settings)
-            losslessness = await compare_outputs(client, here, champion.engine.dtype, [*pairs, *greedy])
-            progress(0.97, "scoring sampled answers")
-            drawn = await _sampled_copies(client, here, there, pairs, settings)
-            sampled = await compare_sampled(client, here, [*pairs, *drawn])
-    comparisons = compare(pairs, settings)
-    gates = (
-        _enough_data(pairs, settings),
-        _no_new_errors(pairs),
-        _lossless(losslessness),
-        _sampled_alike(sampled),
-        _faster(comparisons, pairs, settings),
+    same_numerics = champion.numerics == candidate.numerics
+    found = asyncio.run(
+        _replay(
+            here,
+            there,
+            requests,
+            warmup,
+            champion.engine.dtype if same_numerics else None,
+            settings,
+            progress,
+        )
     )
-    progress(1.0, f"judged on {len(pairs)} requests")
+    comparisons = compare(found.pairs, settings)
+    gates = (
+        _enough_data(found.pairs, settings),
+        _no_new_errors(found.pairs),
+        _lossless(found.losslessness),
+        _sampled_alike(found.sampled),
+        _faster(comparisons, found.pairs, settings),
+    )
+    progress(1.0, f"judged on {len(found.pairs)} requests")
     return Verdict(
         champion=champion.fingerprint,
         candidate=candidate.fingerprint,
         passed=all(gate.passed for gate in gates),
-        summary=_summary(gates, comparisons, losslessness),
+        summary=_summary(gates, comparisons, found.losslessness),
         comparisons=comparisons,
-        losslessness=losslessness,
-        sampled=sampled,
+        losslessness=found.losslessness,
+        sampled=found.sampled,
         gates=gates,
-        samples=samples(pairs),
+        samples=samples(found.pairs),
     )
 
 
-def judge_blocking(
-    champion: Stack,
-    champion_url: str,
-    candidate: Stack,
-    candidate_url: str,
-    heldout: Iterable[Trace],
+@dataclass(frozen=True, slots=True)
+class _Found:
+    pairs: list[Pair]
+    losslessness: Losslessness | None = None
+    sampled: SampledLikelihood | None = None
+
+
+async def _replay(
+    champion: Server,
+    candidate: Server,
+    requests: Sequence[Request],
+    warmup: Sequence[Request],
+    dtype: str | None,
     settings: EvalSettings,
     progress: Progress,
-) -> Verdict:
-    """`judge`, for callers without an event loop."""
-    return asyncio.run(judge(champion, champion_url, candidate, candidate_url, heldout, settings, progress))
+) -> _Found:
+    """Time all requests; with `dtype`, that of both engines, also compare what they said."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        progress(0.0, f"warming up both servers with {len(warmup)} requests")
+        async for _ in play(client, champion, candidate, warmup, settings.request_timeout_s):
+            pass
+        pairs = await _measure(client, champion, candidate, requests, settings, progress)
+        if dtype is None:
+            return _Found(pairs)
+        progress(0.95, "comparing outputs token by token")
+        greedy = await _greedy_copies(client, champion, candidate, pairs, settings)
+        losslessness = await compare_outputs(client, champion, dtype, [*pairs, *greedy])
+        progress(0.97, "scoring sampled answers")
+        drawn = await _sampled_copies(client, champion, candidate, pairs, settings)
+        return _Found(pairs, losslessness, await compare_sampled(client, champion, [*pairs, *drawn]))
 
 
 async def _measure(

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.evals.judge import judge_blocking
+from strop.evals.judge import judge
 from strop.evals.proposal import Budget, Candidate, Declined, Learner
 from strop.evals.verdict import Verdict
 from strop.pipelines.deployment import champion_of, checker, serving_stack, temporary_fleet, warm_prompts
@@ -217,7 +217,7 @@ class _Loop:
             for candidate in candidates:
                 self.board.update(0.02, "starting the candidate's replicas")
                 with leased(fleet, candidate) as url:
-                    verdict = judge_blocking(
+                    verdict = judge(
                         champion,
                         champion_url,
                         candidate,
@@ -270,6 +270,7 @@ class _Loop:
                     warm=warm_prompts(TraceSet(self.folder / "heldout")),
                     settings=self.settings.serving.canary,
                     on_event=lambda e: self.board.update(_EVENTS.get(e.event, 0.9), f"{e.event}: {e.detail}"),
+                    on_evidence=lambda seen, text: self.board.update(0.55 + 0.25 * seen, f"canary: {text}"),
                 )
         if result.promoted:
             self.registry.promote(judged["version"])

@@ -61,12 +61,14 @@ def roll_out(
     settings: CanarySettings,
     canary: bool = True,
     on_event: Callable[[Event], None] = lambda _: None,
+    on_evidence: Callable[[float, str], None] = lambda *_: None,
 ) -> Rollout:
     """Roll `candidate` out over `champion`, which is serving.
 
     Returns what happened; the fleet then serves exactly one of the two. `check` compares answers,
     `warm` holds chat bodies whose prompts are put into the candidate's prefix cache. With `canary`
     false the candidate is cut over to as soon as it is warm (an operator's promotion or rollback).
+    `on_evidence` is told once a second what share of the needed live requests the canary has seen.
     """
     started = time.monotonic()
     events: list[Event] = []
@@ -95,7 +97,7 @@ def roll_out(
             since = datetime.now(UTC)
             give(settings.share)
             note("canary", f"{settings.share:.0%} of sessions go to the candidate")
-            note("evidence", _observe(fleet, champion, candidate, store, since, settings))
+            note("evidence", _observe(fleet, champion, candidate, store, since, settings, on_evidence))
         give(1.0)
         fleet.renew(candidate, None)
         note("cut over", "every new request goes to the candidate")
@@ -180,6 +182,7 @@ def _observe(
     store: TraceStore,
     since: datetime,
     settings: CanarySettings,
+    on_evidence: Callable[[float, str], None],
 ) -> str:
     deadline = time.monotonic() + settings.deadline_s
     while time.monotonic() < deadline:
@@ -190,6 +193,11 @@ def _observe(
         arms = [Arm.of(list(store.since(since, stack.fingerprint))) for stack in (champion, candidate)]
         if (evidence := decide(arms[0], arms[1], settings)) is not None:
             return evidence
+        counts = [arm.requests for arm in arms]
+        on_evidence(
+            min(1.0, min(counts) / settings.min_requests),
+            f"{counts[1]} live requests to the candidate, {counts[0]} to the champion; {settings.min_requests} each are needed",
+        )
         time.sleep(1)
     raise TakenBack(f"not enough evidence within {settings.deadline_s:.0f} s of canary")
 

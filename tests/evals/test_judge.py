@@ -172,8 +172,15 @@ def judged(
 ) -> Verdict:
     async def run() -> Verdict:
         async with served(champion) as here, served(candidate) as there:
-            return await judge(
-                CHAMPION, here, candidate_stack, there, heldout or traces(), SETTINGS, lambda done, text: None
+            return await asyncio.to_thread(
+                judge,
+                CHAMPION,
+                here,
+                candidate_stack,
+                there,
+                heldout or traces(),
+                SETTINGS,
+                lambda done, text: None,
             )
 
     return asyncio.run(run())

@@ -95,7 +95,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> _World:
         return Path("report.html")
 
     monkeypatch.setattr(loop_module, "learners", lambda _: [Stub()])
-    monkeypatch.setattr(loop_module, "judge_blocking", world.judge)
+    monkeypatch.setattr(loop_module, "judge", world.judge)
     monkeypatch.setattr(loop_module, "temporary_fleet", no_fleet)
     monkeypatch.setattr(loop_module, "leased", leased)
     monkeypatch.setattr(loop_module, "connect", nobody)

@@ -252,6 +252,20 @@ def test_the_schedule_is_set_shown_and_ended(served: Served) -> None:
     assert "no schedule" in served.strop("loop", "schedule").stdout
 
 
+def test_a_schedule_runs_a_loop_when_it_is_due(served: Served) -> None:
+    patient = served.home / "patient.yaml"
+    content = yaml.safe_load(served.config.read_text())
+    content["loop"]["min_requests"] = 1_000_000
+    patient.write_text(yaml.safe_dump(content))
+    served.strop("loop", "schedule", "--every", "3s", "--config", str(patient))
+    try:
+        wait_for(lambda: "last: exit code 0" in served.strop("loop", "schedule").stdout, 120)
+    finally:
+        served.strop("loop", "schedule", "--stop")
+    newest = json.loads(served.strop("loop", "history", "--config", str(patient), "--json").stdout)[0]
+    assert newest["outcome"] == "no candidate"
+
+
 def test_seeded_requests_side_by_side_do_not_end_the_engine(served: Served) -> None:
     answers: list[httpx.Response] = []
     words = " ".join(f"w{i}" for i in range(100))
