@@ -243,8 +243,9 @@ def _curves(learned: Learned) -> list[dict[str, Any]]:
         ("Predicted acceptance length", {"acceptance_length": ("held-out", "candidate")}),
         ("Loss", {"loss": ("training", "champion"), "validation_loss": ("held-out", "candidate")}),
     ):
-        points = [p for p in _curve(learned) if all(_finite(p.get(n)) for n in names if n in p)]
-        shown = [n for n in names if points and all(n in p for p in points)]
+        curve = _curve(learned)
+        shown = [n for n in names if curve and n in curve[-1]]
+        points = [p for p in curve if all(_finite(p.get(n)) for n in shown)]
         series = [Series(names[n][0], names[n][1], [float(p[n]) for p in points]) for n in shown]
         if series and len(points) > 1:
             chart = charts.lines(series, [float(p["step"]) for p in points], "training step", charts.NARROW)

@@ -78,7 +78,7 @@ class Schedule:
             if loop.alive:
                 loop.stop()
             self.runs += 1
-            self.last = f"exit code {loop.process.returncode}, log {log}"
+            self.last = f"exit code {loop.process.wait()}, log {log}"
             self.due = next_start(datetime.now(UTC), self.every, self.cron)
 
 

@@ -16,13 +16,12 @@ import ray
 from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from strop.serving.fleet import Fleet, FleetStatus
+from strop.serving.fleet import NAMESPACE, Fleet, FleetStatus
 from strop.serving.home import write_atomic
 from strop.serving.process import OFFLINE, ProcessError
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
-NAMESPACE = "strop"
 ACTOR = "fleet"
 LEASE_S = 30.0
 
@@ -109,7 +108,9 @@ def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) ->
 
     Raises ProcessError if the gateway's port is taken.
     """
-    actor = ray.remote(Fleet).options(name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16)
+    actor = ray.remote(Fleet).options(
+        name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, max_restarts=-1, max_task_retries=-1
+    )
     fleet = RemoteFleet(actor.remote(settings, str(home)))
     gateway = fleet.status().gateway
     if announce:

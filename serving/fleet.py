@@ -1,13 +1,16 @@
-"""The fleet: the replicas of each Stack, a router in front of them, a gateway in front of the routers.
+"""The fleet: the replicas of each Stack, routers in front of them, a gateway in front of the routers.
 
 One Ray actor, `Fleet`, owns the gateway and the routers; one Ray actor per replica owns a vLLM
-process, so Ray's resources decide on which machine it runs. Every process is supervised: when
-its actor dies it dies too.
+process, so Ray's resources decide on which machine it runs. No process depends on another one to
+go on: each is started again when it dies, and serves on while the actor that owns it is started
+again. What the fleet has to know for that is in `run/fleet-state.json`.
 """
 
+import json
 import sys
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +18,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from strop.serving.engine import cores_of_replica, engine_command, engine_environment
-from strop.serving.gateway import FULL_WEIGHT, SLOTS, Gateway
+from strop.serving.gateway import FULL_WEIGHT, ROUTERS, SLOTS, Gateway
+from strop.serving.home import write_atomic
 from strop.serving.process import Child, ProcessError, free_port
+from strop.serving.replica import ORPHAN_S, Replica, ReplicaStatus
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    url: str
-    alive: bool
-    rss_bytes: int
-    started_in_s: float
+NAMESPACE = "strop"
+WATCH_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class PoolStatus:
 
     fingerprint: str
     url: str
-    """Its router: requests sent here reach this Stack whatever the gateway's weights are."""
+    """One of its routers: requests sent here reach this Stack whatever the gateway's weights are."""
     share: float
     requests_under_way: int
     replicas: list[ReplicaStatus]
@@ -50,68 +49,33 @@ class FleetStatus:
     pools: list[PoolStatus]
 
 
-class Replica:
-    """Owns one vLLM server. Runs as a Ray actor."""
-
-    def __init__(self, stack_json: str, index: int, settings: ServingSettings, home: str, head_ip: str):
-        self.stack = Stack.from_json(stack_json)
-        self.stack.verify()
-        self.settings = settings
-        self.index = index
-        # A replica on another machine has to be reached from the router's.
-        address = ray.util.get_node_ip_address()
-        self.host = "127.0.0.1" if address == head_ip else address
-        self.home = Path(home)
-        self.started_in_s = 0.0
-        self.child: Child | None = None
-        self.url = ""
-
-    def start(self) -> str:
-        """Start the server and wait until it answers; returns its URL. Raises ProcessError."""
-        port = free_port(self.host)
-        self.url = f"http://{self.host}:{port}"
-        capture = self.settings.capture
-        configuration = {
-            "root": str(self.home / "traces"),
-            "stack": self.stack.fingerprint,
-            **capture.model_dump(exclude={"enabled"}),
-        }
-        self.child = Child.start(
-            f"vLLM (stack {self.stack.fingerprint[:12]}, replica {self.index})",
-            engine_command(self.stack, self.host, port, capture.enabled),
-            self.home / "logs" / f"vllm-{self.stack.fingerprint[:12]}-{self.index}.log",
-            engine_environment(
-                self.stack,
-                self.settings.kv_cache_gib,
-                cores_of_replica(self.index, self.stack.topology.replicas),
-                configuration if capture.enabled else None,
-            ),
-            grace_s=self.settings.drain_timeout_s,
-        )
-        self.started_in_s = self.child.wait_until_answers(f"{self.url}/health", self.settings.start_timeout_s)
-        return self.url
-
-    def status(self) -> ReplicaStatus:
-        child = self.child
-        return ReplicaStatus(
-            self.url, child is not None and child.alive, child.rss_bytes() if child else 0, self.started_in_s
-        )
-
-    def stop(self) -> None:
-        if self.child:
-            self.child.stop()
+@dataclass(slots=True)
+class _Router:
+    port: int
+    child: Child
 
 
 @dataclass(slots=True)
 class _Pool:
     stack: Stack
     slot: int
-    replicas: list[Any]
-    router: Child | None = None
-    host_port: tuple[str, int] = ("127.0.0.1", 0)
-    share: float = 0.0
-    lease_ends: float | None = None
+    replicas: dict[str, Any] = field(default_factory=dict)
+    """Actors by name."""
+    routers: list[_Router] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
+    """Of the replicas, as the routers know them."""
+    share: float = 0.0
+    lease_s: float | None = None
+    lease_ends: float | None = None
+    ready: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.routers[0].port}" if self.routers else ""
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return [("127.0.0.1", router.port) for router in self.routers]
 
 
 class Fleet:
@@ -120,13 +84,19 @@ class Fleet:
     def __init__(self, settings: ServingSettings, home: str):
         self.settings = settings
         self.home = Path(home)
+        self.file = self.home / "run" / "fleet-state.json"
         self.pools: dict[str, _Pool] = {}
         self.lock = threading.RLock()
-        self.gateway = Gateway.start(settings.host, settings.port, self.home / "run")
-        threading.Thread(target=self._end_expired_leases, daemon=True).start()
+        known = self._known() if ray.get_runtime_context().was_current_actor_reconstructed else None
+        adopted = Gateway.adopt(known["gateway"]) if known else None
+        self.gateway = adopted or Gateway.start(settings.host, settings.port, self.home / "run", ORPHAN_S)
+        if known:
+            self._take_over(known)
+        self._save()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def add(self, stack_json: str, lease_s: float | None = None) -> str:
-        """Start a Stack's replicas and router without giving it traffic; returns the router's URL.
+        """Start a Stack's replicas and routers without giving it traffic; returns a router's URL.
 
         With `lease_s`, the pool is taken back when `renew` is not called in time: a candidate
         whose rollout died does not stay. Raises ProcessError if a replica does not come up, with
@@ -134,25 +104,22 @@ class Fleet:
         """
         stack = Stack.from_json(stack_json)
         with self.lock:
-            if stack.fingerprint in self.pools:
-                self._lease(stack.fingerprint, lease_s)
-                return self._url(self.pools[stack.fingerprint])
-            used = {pool.slot for pool in self.pools.values()}
-            free = [slot for slot in range(SLOTS) if slot not in used]
-            if not free:
-                raise ProcessError(f"The gateway already serves {SLOTS} Stacks; remove one first.")
-            pool = _Pool(stack, free[0], [])
+            known = self.pools.get(stack.fingerprint)
+            pool = known or _Pool(stack, self._free_slot())
             self.pools[stack.fingerprint] = pool
             # The pool's start-up does not count against its lease.
             self._lease(stack.fingerprint, lease_s and lease_s + self.settings.start_timeout_s)
-        stack.save(self.home / "stacks" / stack.fingerprint[:16] / "stack.json")
-        try:
-            self._start(pool)
-        except BaseException:
-            self.remove(stack.fingerprint, drain=False)
-            raise
+        if known:
+            self._wait_until_ready(known)
+        else:
+            stack.save(self.home / "stacks" / stack.fingerprint[:16] / "stack.json")
+            try:
+                self._start(pool)
+            except BaseException:
+                self.remove(stack.fingerprint, drain=False)
+                raise
         self._lease(stack.fingerprint, lease_s)
-        return self._url(pool)
+        return pool.url
 
     def renew(self, fingerprint: str, lease_s: float | None) -> None:
         """Extend a pool's lease; None makes it permanent."""
@@ -166,7 +133,8 @@ class Fleet:
                 raise ProcessError(f"No such Stack in the fleet: {', '.join(f[:12] for f in unknown)}")
             for fingerprint, pool in self.pools.items():
                 pool.share = shares.get(fingerprint, 0.0)
-                self.gateway.set_weight(pool.slot, round(pool.share * FULL_WEIGHT))
+                self.gateway.set_weight(pool.slot, _weight(pool))
+            self._save()
 
     def remove(self, fingerprint: str, drain: bool = True) -> None:
         """Take a Stack out: no new requests, wait for those under way, stop its processes."""
@@ -181,16 +149,12 @@ class Fleet:
             time.sleep(0.2)
         with self.lock:
             self.gateway.detach(pool.slot)
-        for replica in pool.replicas:
-            try:
-                ray.get(replica.stop.remote())
-            except RayError:
-                pass  # The actor is gone, and its server with it.
-            ray.kill(replica)
-        if pool.router:
-            pool.router.stop()
-        with self.lock:
             self.pools.pop(fingerprint, None)
+            self._save()
+        for replica in pool.replicas.values():
+            _end(replica)
+        for router in pool.routers:
+            router.child.stop()
 
     def status(self) -> FleetStatus:
         with self.lock:
@@ -202,10 +166,10 @@ class Fleet:
             [
                 PoolStatus(
                     pool.stack.fingerprint,
-                    self._url(pool),
+                    pool.url,
                     pool.share,
                     self.gateway.requests_under_way(pool.slot),
-                    [_status_of(replica) for replica in pool.replicas],
+                    [_status_of(replica) for replica in pool.replicas.values()],
                 )
                 for pool in pools
             ],
@@ -216,30 +180,69 @@ class Fleet:
         return {fingerprint: pool.stack.to_json() for fingerprint, pool in self.pools.items()}
 
     def shutdown(self) -> None:
-        """Stop everything, the gateway first so that clients are refused and not cut off."""
+        """Finish the requests under way and stop everything, the gateway last."""
         for pool in list(self.pools.values()):
             self.remove(pool.stack.fingerprint)
-        self.gateway.child.stop()
+        with self.lock:
+            self.gateway.child.stop()
+            self.file.unlink(missing_ok=True)
+
+    # -- starting -------------------------------------------------------------------------
+
+    def _free_slot(self) -> int:
+        free = set(range(SLOTS)) - {pool.slot for pool in self.pools.values()}
+        if not free:
+            raise ProcessError(f"The gateway already serves {SLOTS} Stacks; remove one first.")
+        return min(free)
+
+    def _wait_until_ready(self, pool: _Pool) -> None:
+        while not pool.ready:
+            time.sleep(0.2)
+            if self.pools.get(pool.stack.fingerprint) is not pool:
+                raise ProcessError(
+                    f"Stack {pool.stack.fingerprint[:12]}, started by another, did not come up."
+                )
 
     def _start(self, pool: _Pool) -> None:
-        actor = ray.remote(Replica).options(
-            num_cpus=self.settings.cpus_per_replica,
-            num_gpus=self.settings.gpus_per_replica,
-            max_concurrency=4,
-        )
+        prefix = f"replica-{pool.stack.fingerprint[:12]}-{uuid.uuid4().hex[:8]}"
         head = ray.util.get_node_ip_address()
-        pool.replicas = [
-            actor.remote(pool.stack.to_json(), index, self.settings, str(self.home), head)
-            for index in range(pool.stack.topology.replicas)
-        ]
-        pool.urls = ray.get([replica.start.remote() for replica in pool.replicas])
-        host, port = "127.0.0.1", free_port()
-        pool.host_port = (host, port)
-        pool.router = Child.start(
+        for index in range(pool.stack.topology.replicas):
+            name = f"{prefix}-{index}"
+            actor = ray.remote(Replica).options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",  # It outlives this actor, and ends itself when it is forgotten.
+                max_restarts=-1,
+                num_cpus=self.settings.cpus_per_replica,
+                num_gpus=self.settings.gpus_per_replica,
+                max_concurrency=4,
+            )
+            pool.replicas[name] = actor.remote(
+                name, pool.stack.to_json(), index, self.settings, str(self.home), head
+            )
+        self._save()
+        pool.urls = ray.get([replica.start.remote() for replica in pool.replicas.values()])
+        self._put_routers(pool)
+
+    def _put_routers(self, pool: _Pool) -> None:
+        """New routers for the replicas there are; those there were finish what they have."""
+        before = pool.routers
+        started = [self._start_router(pool, free_port()) for _ in range(ROUTERS)]
+        for router in started:
+            router.child.wait_until_answers(f"http://127.0.0.1:{router.port}/health", 60)
+        with self.lock:
+            pool.routers, pool.ready = started, True
+            self.gateway.attach(pool.slot, pool.addresses, _weight(pool))
+            self._save()
+        for router in before:
+            threading.Thread(target=router.child.stop, daemon=True).start()
+
+    def _start_router(self, pool: _Pool, port: int) -> _Router:
+        child = Child.start(
             f"vllm-router (stack {pool.stack.fingerprint[:12]})",
             [
                 sys.executable, "-m", "vllm_router.launch_router",
-                "--host", host, "--port", str(port), "--policy", "cache_aware",
+                "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
                 "--worker-urls", *pool.urls,
                 "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
                 "--health-check-interval-secs", "2", "--health-failure-threshold", "2",
@@ -247,35 +250,112 @@ class Fleet:
             ],
             self.home / "logs" / f"router-{pool.stack.fingerprint[:12]}.log",
             grace_s=10,
+            restart=True,
+            orphan_s=ORPHAN_S,
         )  # fmt: skip
-        pool.router.wait_until_answers(f"http://{host}:{port}/health", 60)
+        return _Router(port, child)
+
+    # -- watching -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(WATCH_EVERY_S)
+            try:
+                self._end_expired_leases()
+                with self.lock:
+                    ready = [pool for pool in self.pools.values() if pool.ready]
+                for pool in ready:
+                    self._heal(pool)
+            except (ProcessError, RayError, OSError) as error:
+                print(f"watching the fleet: {error}", file=sys.stderr, flush=True)
+
+    def _heal(self, pool: _Pool) -> None:
+        """Being asked tells the replicas that they are wanted; one that moved gets new routers."""
+        urls = [_status_of(replica).url for replica in pool.replicas.values()]
+        if all(urls) and urls != pool.urls:
+            pool.urls = urls
+            self._put_routers(pool)
+        for number, router in enumerate(pool.routers):
+            if not router.child.alive and pool.stack.fingerprint in self.pools:
+                pool.routers[number] = self._start_router(pool, router.port)
+                self._save()
+
+    def _end_expired_leases(self) -> None:
         with self.lock:
-            self.gateway.attach(pool.slot, host, port, 0)
+            now = time.monotonic()
+            ended = [f for f, p in self.pools.items() if p.lease_ends is not None and p.lease_ends < now]
+            kept = {f: p.share for f, p in self.pools.items() if f not in ended and p.lease_ends is None}
+            if ended and kept:
+                total = sum(kept.values())
+                even = 1 / len(kept)
+                self.route({f: share / total if total else even for f, share in kept.items()})
+        for fingerprint in ended:
+            self.remove(fingerprint)
 
     def _lease(self, fingerprint: str, lease_s: float | None) -> None:
         with self.lock:
             pool = self.pools.get(fingerprint)
             if pool is None:
                 raise ProcessError(f"Stack {fingerprint[:12]} is no longer in the fleet.")
+            changed = (pool.lease_s is None) != (lease_s is None)
+            pool.lease_s = lease_s
             pool.lease_ends = None if lease_s is None else time.monotonic() + lease_s
+            if changed:
+                self._save()
 
-    def _end_expired_leases(self) -> None:
-        while True:
-            time.sleep(1)
-            with self.lock:
-                now = time.monotonic()
-                ended = [f for f, p in self.pools.items() if p.lease_ends is not None and p.lease_ends < now]
-                kept = {f: p.share for f, p in self.pools.items() if f not in ended and p.lease_ends is None}
-                if ended and kept:
-                    total = sum(kept.values())
-                    even = 1 / len(kept)
-                    self.route({f: share / total if total else even for f, share in kept.items()})
-            for fingerprint in ended:
-                self.remove(fingerprint)
+    # -- being started again --------------------------------------------------------------
 
-    @staticmethod
-    def _url(pool: _Pool) -> str:
-        return f"http://{pool.host_port[0]}:{pool.host_port[1]}"
+    def _save(self) -> None:
+        with self.lock:
+            pools = [
+                {
+                    "stack": pool.stack.to_json(),
+                    "slot": pool.slot,
+                    "replicas": list(pool.replicas),
+                    "routers": [{"port": r.port, "folder": str(r.child.folder)} for r in pool.routers],
+                    "urls": pool.urls,
+                    "share": pool.share,
+                    "lease_s": pool.lease_s,
+                    "ready": pool.ready,
+                }
+                for pool in self.pools.values()
+            ]
+            write_atomic(self.file, json.dumps({"gateway": self.gateway.to_dict(), "pools": pools}))
+
+    def _known(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _take_over(self, known: dict[str, Any]) -> None:
+        """Go on with the pools that were serving; one that was only starting is taken back."""
+        for entry in known["pools"]:
+            pool = _Pool(Stack.from_json(entry["stack"]), entry["slot"], urls=entry["urls"])
+            for name in entry["replicas"]:
+                try:
+                    pool.replicas[name] = ray.get_actor(name, namespace=NAMESPACE)
+                except ValueError:
+                    continue
+            if not entry["ready"]:
+                for replica in pool.replicas.values():
+                    _end(replica)
+                continue
+            pool.share, pool.ready = entry["share"], True
+            self.pools[pool.stack.fingerprint] = pool
+            self._lease(pool.stack.fingerprint, entry["lease_s"])
+            for router in entry["routers"]:
+                folder = Path(router["folder"])
+                log = folder.parent / f"router-{pool.stack.fingerprint[:12]}.log"
+                child = Child.adopt(f"vllm-router (stack {pool.stack.fingerprint[:12]})", log, folder)
+                pool.routers.append(
+                    _Router(router["port"], child) if child else self._start_router(pool, router["port"])
+                )
+            self.gateway.attach(pool.slot, pool.addresses, _weight(pool))
+
+
+def _weight(pool: _Pool) -> int:
+    return round(pool.share * FULL_WEIGHT)
 
 
 def _status_of(replica: Any) -> ReplicaStatus:
@@ -283,4 +363,12 @@ def _status_of(replica: Any) -> ReplicaStatus:
         status: Any = ray.get(replica.status.remote(), timeout=10)
         return status
     except (RayError, GetTimeoutError):
-        return ReplicaStatus("", False, 0, 0.0)
+        return ReplicaStatus("", False, 0, 0.0, 0)
+
+
+def _end(replica: Any) -> None:
+    try:
+        ray.get(replica.stop.remote())
+    except RayError:
+        pass  # The actor is gone, and its server with it.
+    ray.kill(replica, no_restart=True)

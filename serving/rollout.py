@@ -188,7 +188,7 @@ def _observe(
     while time.monotonic() < deadline:
         fleet.renew(candidate, LEASE_S)
         pools = {p.fingerprint: p for p in fleet.status().pools}
-        if not all(replica.alive for replica in pools[candidate.fingerprint].replicas):
+        if any(r.restarts or not r.alive for r in pools[candidate.fingerprint].replicas):
             raise TakenBack("one of its replicas crashed")
         arms = [Arm.of(list(store.since(since, stack.fingerprint))) for stack in (champion, candidate)]
         if (evidence := decide(arms[0], arms[1], settings)) is not None:

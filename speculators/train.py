@@ -32,6 +32,8 @@ from strop.speculators.steps import (
 _WARMUP_SHARE = 0.05
 _FINAL_RATE = 0.05
 _CALIBRATION_STEPS = 8
+_FITS = 0.95
+"""Share of the time left that the schedule is made to fill."""
 _MOMENTS = ("average", "square", "count")
 
 
@@ -43,6 +45,9 @@ class Journal:
     total_steps: int = 0
     """Length of the schedule: all epochs, or what fits in the time."""
     spent_s: float = 0.0
+    """Wall time of training, validations included."""
+    validation_s: float = 0.0
+    """Of one validation."""
     trained_tokens: int = 0
     loss_sum: float = 0.0
     """Of the training losses since the last validation."""
@@ -116,6 +121,9 @@ def train(
     spent_before = journal.spent_s
     stop_at = min(deadline_s, started + settings.minutes * 60 - spent_before)
     draft.train()
+    if not journal.curve:
+        _validate(setup, validation, journal, folder)
+        journal.validation_s = time.monotonic() - started
     for step, samples in _steps(training, settings.batch_tokens, journal.step):
         timed_out = time.monotonic() > stop_at
         if timed_out or step >= journal.total_steps or journal.validations_since_best >= settings.patience:
@@ -125,8 +133,10 @@ def train(
         journal.trained_tokens += sum(len(anchors_of(s, True)) for s in samples)
         journal.spent_s = spent_before + time.monotonic() - started
         if journal.step == _CALIBRATION_STEPS:
-            fits = journal.step + int((stop_at - time.monotonic()) / journal.spent_s * journal.step * 0.9)
-            journal.total_steps = min(journal.total_steps, fits)
+            per_step_s = (journal.spent_s - journal.validation_s) / journal.step
+            left_s = _FITS * (stop_at - time.monotonic()) - journal.validation_s
+            fits = journal.step + int(left_s / (per_step_s + journal.validation_s / per_epoch))
+            journal.total_steps = min(journal.total_steps, max(journal.step, fits))
         if journal.step % per_epoch == 0 or journal.step == journal.total_steps:
             _validate(setup, validation, journal, folder)
         if time.monotonic() - saved > settings.checkpoint_s:
@@ -185,11 +195,14 @@ def _optimise(setup: _Setup, optimiser: torch.optim.Optimizer, batch: Batch, pla
 
 def _validate(setup: _Setup, samples: Sequence[Sample], journal: Journal, folder: Path) -> None:
     loss, acceptance = evaluate(setup, samples)
-    previous = journal.curve[-1]["step"] if journal.curve else 0
+    trained: dict[str, object] = {}
+    if journal.curve:
+        steps = journal.step - int(str(journal.curve[-1]["step"]))
+        trained["loss"] = journal.loss_sum / max(1, steps)
     journal.curve.append(
         {
             "step": journal.step,
-            "loss": journal.loss_sum / max(1, journal.step - int(str(previous))),
+            **trained,
             "validation_loss": loss,
             "acceptance": acceptance.by_position,
             "acceptance_length": acceptance.length,

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 import ray
+import yaml
 
 from strop.pipelines.deployment import champion_of, checker, recent_traces
 from strop.pipelines.registry import LoopJournal, Registry

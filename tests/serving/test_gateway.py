@@ -1,3 +1,5 @@
+import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -66,8 +68,8 @@ def _where(gateway: Gateway, sessions: int = 200) -> dict[str, str]:
 
 def test_sessions_follow_the_weights_and_stick(gateway: Gateway, routers: list[ThreadingHTTPServer]) -> None:
     old, new = (str(server.server_port) for server in routers)
-    gateway.attach(0, "127.0.0.1", int(old), 128)
-    gateway.attach(1, "127.0.0.1", int(new), 0)
+    gateway.attach(0, [("127.0.0.1", int(old))], 128)
+    gateway.attach(1, [("127.0.0.1", int(new))], 0)
     assert set(_where(gateway).values()) == {old}
     gateway.set_weight(0, 96)
     gateway.set_weight(1, 32)
@@ -88,7 +90,7 @@ def test_a_stack_that_breaks_under_a_request_costs_the_client_nothing(
     gateway: Gateway, routers: list[ThreadingHTTPServer], how: str | int
 ) -> None:
     for slot, server in enumerate(routers):
-        gateway.attach(slot, "127.0.0.1", server.server_port, 64)
+        gateway.attach(slot, [("127.0.0.1", server.server_port)], 64)
     routers[1].broken = how  # type: ignore[attr-defined]
     with httpx.Client() as client:
         answers = [
@@ -107,7 +109,7 @@ def test_a_stack_that_breaks_under_a_request_costs_the_client_nothing(
 def test_only_the_public_api_is_reachable(
     gateway: Gateway, routers: list[ThreadingHTTPServer], path: str
 ) -> None:
-    gateway.attach(0, "127.0.0.1", routers[0].server_port, 128)
+    gateway.attach(0, [("127.0.0.1", routers[0].server_port)], 128)
     import socket
 
     host, port = gateway.url.removeprefix("http://").split(":")
@@ -120,7 +122,7 @@ def test_only_the_public_api_is_reachable(
 
 
 def test_every_request_has_an_id(gateway: Gateway, routers: list[ThreadingHTTPServer]) -> None:
-    gateway.attach(0, "127.0.0.1", routers[0].server_port, 128)
+    gateway.attach(0, [("127.0.0.1", routers[0].server_port)], 128)
     first, second = (httpx.get(f"{gateway.url}/v1/models").text.split()[1] for _ in range(2))
     assert first != second and "None" not in (first, second)
     given = httpx.get(f"{gateway.url}/v1/models", headers={"X-Request-Id": "mine"}).text.split()[1]
@@ -134,4 +136,44 @@ def test_a_taken_port_is_one_clear_sentence(tmp_path: Path, routers: list[Thread
 
 def test_refused_commands_are_errors(gateway: Gateway) -> None:
     with pytest.raises(ProcessError, match="HAProxy refused"):
-        gateway.set_weight(9, 1)
+        gateway.attach(0, [("127.0.0.1", free_port())], 1000)
+
+
+def test_a_killed_gateway_comes_back_as_it_was_and_refuses_nobody(
+    gateway: Gateway, routers: list[ThreadingHTTPServer]
+) -> None:
+    old, new = (str(server.server_port) for server in routers)
+    gateway.attach(0, [("127.0.0.1", int(old))], 128)
+    gateway.attach(1, [("127.0.0.1", int(new))], 128)
+    gateway.set_weight(0, 0)
+    (haproxy,) = gateway.child.process.children()
+    haproxy.kill()
+    haproxy.wait()
+    assert set(_where(gateway, 20).values()) == {new}
+    assert gateway.child.restarts == 1
+    gateway.set_weight(0, 128)
+    gateway.drain(1)
+    assert set(_where(gateway, 20).values()) == {old}
+
+
+def test_a_gateway_is_adopted(routers: list[ThreadingHTTPServer], tmp_path: Path) -> None:
+    first = Gateway.start("127.0.0.1", free_port(), tmp_path, orphan_s=5)
+    first.attach(0, [("127.0.0.1", routers[0].server_port)], 128)
+    second = Gateway.adopt(json.loads(json.dumps(first.to_dict())))
+    assert second is not None and second.slots == first.slots
+    os.close(first.child.lifeline)
+    second.attach(1, [("127.0.0.1", routers[1].server_port)], 128)
+    second.set_weight(0, 0)
+    assert set(_where(second, 20).values()) == {str(routers[1].server_port)}
+    second.child.stop()
+    assert Gateway.adopt(first.to_dict()) is None
+
+
+def test_a_dead_router_of_a_stack_costs_no_request(
+    gateway: Gateway, routers: list[ThreadingHTTPServer]
+) -> None:
+    gateway.attach(0, [("127.0.0.1", server.server_port) for server in routers], 128)
+    assert len(set(_where(gateway).values())) == 2
+    routers[0].shutdown()
+    routers[0].server_close()
+    assert set(_where(gateway).values()) == {str(routers[1].server_port)}

@@ -1,4 +1,7 @@
+import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,3 +88,70 @@ def test_ports() -> None:
         listener.bind(("127.0.0.1", port))
         listener.listen()
         assert not port_is_free("127.0.0.1", port)
+
+
+def _state(child: Child, **wanted: object) -> dict[str, int]:
+    for _ in range(100):
+        try:
+            state = json.loads((child.folder / "state").read_text())
+            if all(state[name] == value for name, value in wanted.items()):
+                return state
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"never {wanted}")
+
+
+def test_a_command_that_dies_is_started_again_until_it_is_stopped(tmp_path: Path) -> None:
+    child = Child.start("sleep", ["sleep", "300"], tmp_path / "log", grace_s=5, restart=True)
+    first = _state(child, restarts=0)["pid"]
+    os.kill(first, signal.SIGKILL)
+    second = _state(child, restarts=1)["pid"]
+    assert child.alive and child.restarts == 1 and second != first
+    child.stop()
+    assert not child.alive and _gone(second) and not child.folder.exists()
+
+
+def test_an_orphan_is_adopted_and_lives_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    start = (
+        "import sys, time; from pathlib import Path; from strop.serving.process import Child;"
+        f"c = Child.start('sleep', ['sleep', '300'], Path({str(log)!r}), orphan_s=3);"
+        "print(c.folder, flush=True); time.sleep(300)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    folder = Path(parent.stdout.readline().strip())
+    for _ in range(100):
+        if (folder / "state").exists():
+            break
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    child = Child.adopt("sleep", log, folder)
+    assert child is not None
+    time.sleep(4)
+    pid = _state(child)["pid"]
+    assert child.alive and psutil.pid_exists(pid)
+    child.stop()
+    assert _gone(pid) and Child.adopt("sleep", log, folder) is None
+
+
+def test_an_orphan_nobody_adopts_is_stopped(tmp_path: Path) -> None:
+    child = Child.start("sleep", ["sleep", "300"], tmp_path / "log", orphan_s=1)
+    pid = _state(child)["pid"]
+    os.close(child.lifeline)
+    child.lifeline = -1
+    time.sleep(0.5)
+    assert child.alive
+    assert _gone(pid)
+    child.process.wait(5)
+    assert not child.alive
+
+
+def test_a_command_inherits_the_open_files_it_is_given(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        code = f"import socket; s = socket.socket(fileno={listener.fileno()}); print(s.getsockname()[1])"
+        child = Child.start("probe", [sys.executable, "-c", code], tmp_path / "log", fds=[listener.fileno()])
+        assert _first_line(child.log) == str(listener.getsockname()[1])
+        child.stop()
