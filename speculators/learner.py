@@ -177,7 +177,11 @@ def _start_batches(draft: Eagle3Draft, training: Sequence[Sample], features: Pat
     for sample in training:
         if tokens < _START_TOKENS and len(anchors_of(sample)):
             batch = make_batch(
-                [sample], [load_features(features, sample)], draft.vocabulary.draft_ids(), steps, prompts=True
+                [sample],
+                [load_features(features, sample)],
+                draft.vocabulary.draft_ids(),
+                steps,
+                prompt_weight=1,
             )
             batches.append(batch.to(draft.fc.weight.device))
             tokens += batch.anchors

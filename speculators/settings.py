@@ -26,6 +26,8 @@ class SpeculatorSettings(Section):
     """Peak of the cosine schedule, for the matrices; norms and head take a part of it."""
     batch_tokens: int = Field(default=1024, ge=1)
     """Output tokens per optimiser step, whole conversations rounded up."""
+    prompt_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of prompt positions in the loss relative to the model's own tokens; 0 learns from answers alone."""
     step_weight: float = Field(default=0.8, gt=0, le=1)
     """Weight of each draft position in the loss relative to the one before."""
     patience: int = Field(default=3, ge=1)

@@ -15,8 +15,6 @@ from torch import Tensor
 from strop.speculators.eagle3 import Eagle3Draft
 from strop.speculators.samples import Sample
 
-PROMPT_WEIGHT = 0.5
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -33,7 +31,7 @@ class Batch:
     labels_NJ: Tensor
     """Draft id of token t+2+j; -1 outside the draft vocabulary."""
     valid_NJ: Tensor
-    """Whether tokens t+2 to t+2+j may be predicted: all outputs of one turn, or with `prompts` any tokens."""
+    """Whether tokens t+2 to t+2+j may be predicted: all outputs of one turn, or with a `prompt_weight` any tokens."""
     weight_N: Tensor
     """Weight of an anchor in the loss."""
 
@@ -62,22 +60,23 @@ def make_batch(
     features: Sequence[tuple[Tensor, Tensor]],
     draft_ids: np.ndarray,
     steps: int,
-    prompts: bool = False,
+    prompt_weight: float = 0,
 ) -> Batch:
-    """Join samples and their (aux, final) features. `prompts` adds anchors to learn from, never to measure."""
+    """Join samples and their (aux, final) features. With a `prompt_weight`
+    there are also anchors in prompts, to learn from and never to measure."""
     anchors, labels, valid, weights = [], [], [], []
     offset = 0
     for sample in samples:
-        length, t = len(sample.tokens_T), anchors_of(sample, prompts)
+        length, t = len(sample.tokens_T), anchors_of(sample, prompt_weight > 0)
         predicted_NJ = t[:, None] + 2 + np.arange(steps)
         inside_NJ = np.minimum(predicted_NJ, length - 1)
         allowed_NJ = predicted_NJ < length
-        if not prompts:
+        if not prompt_weight:
             allowed_NJ &= sample.output_T[inside_NJ]
         anchors.append(t + offset)
         labels.append(draft_ids[sample.tokens_T[inside_NJ]])
         valid.append(np.logical_and.accumulate(allowed_NJ, axis=1))
-        weights.append(np.where(sample.output_T[t + 1] & sample.output_T[t + 2], 1.0, PROMPT_WEIGHT))
+        weights.append(np.where(sample.output_T[t + 1] & sample.output_T[t + 2], 1.0, prompt_weight))
         offset += length
     lengths = [len(s.tokens_T) for s in samples]
     return Batch(

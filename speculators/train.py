@@ -82,10 +82,10 @@ class _Setup:
     def device(self) -> torch.device:
         return self.draft.fc.weight.device
 
-    def batch(self, samples: Sequence[Sample], prompts: bool) -> Batch:
+    def batch(self, samples: Sequence[Sample], prompt_weight: float) -> Batch:
         features = [load_features(self.features, s) for s in samples]
         ids = self.draft.vocabulary.draft_ids()
-        return make_batch(samples, features, ids, self.settings.draft_tokens, prompts).to(self.device)
+        return make_batch(samples, features, ids, self.settings.draft_tokens, prompt_weight).to(self.device)
 
     def loss_and_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -115,7 +115,7 @@ def train(
     setup = _Setup(draft, head_rows_VH.to(draft.fc.weight.device, dtype), features, settings, dtype)
     optimiser = optimiser_for(draft, settings.learning_rate, dtype)
     journal = _restore(folder, draft, optimiser)
-    per_epoch = max(1, len(batches_of_epoch(training, 0, settings.batch_tokens)))
+    per_epoch = max(1, len(batches_of_epoch(training, 0, settings)))
     journal.total_steps = journal.total_steps or settings.epochs * per_epoch
     started = saved = time.monotonic()
     spent_before = journal.spent_s
@@ -124,13 +124,15 @@ def train(
     if not journal.curve:
         _validate(setup, validation, journal, folder)
         journal.validation_s = time.monotonic() - started
-    for step, samples in _steps(training, settings.batch_tokens, journal.step):
+    for step, samples in _steps(training, settings, journal.step):
         timed_out = time.monotonic() > stop_at
         if timed_out or step >= journal.total_steps or journal.validations_since_best >= settings.patience:
             break
-        loss = _optimise(setup, optimiser, setup.batch(samples, True), step / journal.total_steps)
+        loss = _optimise(
+            setup, optimiser, setup.batch(samples, settings.prompt_weight), step / journal.total_steps
+        )
         journal.step, journal.loss_sum = step + 1, journal.loss_sum + loss
-        journal.trained_tokens += sum(len(anchors_of(s, True)) for s in samples)
+        journal.trained_tokens += sum(len(anchors_of(s, settings.prompt_weight > 0)) for s in samples)
         journal.spent_s = spent_before + time.monotonic() - started
         if journal.step == _CALIBRATION_STEPS:
             per_step_s = (journal.spent_s - journal.validation_s) / journal.step
@@ -153,16 +155,19 @@ def train(
     return journal
 
 
-def batches_of_epoch(samples: Sequence[Sample], epoch: int, batch_tokens: int) -> list[list[Sample]]:
-    """A fixed shuffle of the samples that have anchors, cut where a batch reaches `batch_tokens` anchors."""
-    sizes = [len(anchors_of(s, True)) if len(anchors_of(s)) else 0 for s in samples]
+def batches_of_epoch(
+    samples: Sequence[Sample], epoch: int, settings: SpeculatorSettings
+) -> list[list[Sample]]:
+    """A fixed shuffle of the samples that have anchors, cut where a batch reaches `batch_tokens` anchors to learn from."""
+    prompts = settings.prompt_weight > 0
+    sizes = [len(anchors_of(s, prompts)) if len(anchors_of(s)) else 0 for s in samples]
     batches: list[list[Sample]] = []
     room = 0
     for i in np.random.default_rng(epoch).permutation(len(samples)):
         if sizes[i]:
             if room <= 0:
                 batches.append([])
-                room = batch_tokens
+                room = settings.batch_tokens
             batches[-1].append(samples[i])
             room -= sizes[i]
     return batches
@@ -173,8 +178,8 @@ def evaluate(setup: _Setup, samples: Sequence[Sample]) -> tuple[float, Acceptanc
     losses, acceptance = [], Acceptance(0, (0,) * setup.settings.draft_tokens)
     setup.draft.eval()
     with torch.no_grad():
-        for group in batches_of_epoch(samples, 0, setup.settings.batch_tokens):
-            batch = setup.batch(group, False)
+        for group in batches_of_epoch(samples, 0, setup.settings):
+            batch = setup.batch(group, 0)
             loss, logits = setup.loss_and_logits(batch)
             losses.append(float(loss))
             acceptance += measure(logits, batch)
@@ -225,10 +230,12 @@ def _schedule(place: float) -> float:
     return _FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, falling)))
 
 
-def _steps(samples: Sequence[Sample], batch_tokens: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
+def _steps(
+    samples: Sequence[Sample], settings: SpeculatorSettings, first: int
+) -> Iterator[tuple[int, list[Sample]]]:
     """(optimiser step, its batch) from step `first` on, epoch after epoch."""
     step = epoch = 0
-    while batches := batches_of_epoch(samples, epoch, batch_tokens):
+    while batches := batches_of_epoch(samples, epoch, settings):
         for batch in batches:
             if step >= first:
                 yield step, batch

@@ -14,7 +14,6 @@ from torch import Tensor
 from strop.speculators.features import load_features
 from strop.speculators.samples import mark_shared
 from strop.speculators.steps import (
-    PROMPT_WEIGHT,
     Acceptance,
     anchors_of,
     distillation_loss,
@@ -141,14 +140,12 @@ def test_prompts_are_learned_from_once_and_never_measured(lesson):
     assert len(learned) == len(set(learned))
     assert len(learned) > 0.9 * len(prefixes)
     with_prompts = make_batch(
-        [samples[0]], [load_features(lesson.features, samples[0])], DRAFT_IDS, 3, prompts=True
+        [samples[0]], [load_features(lesson.features, samples[0])], DRAFT_IDS, 3, prompt_weight=0.25
     )
     plain = make_batch([samples[0]], [load_features(lesson.features, samples[0])], DRAFT_IDS, 3)
     assert plain.anchors < with_prompts.anchors
-    assert set(plain.weight_N.tolist()) == {1.0} and set(with_prompts.weight_N.tolist()) == {
-        1.0,
-        PROMPT_WEIGHT,
-    }
+    assert set(plain.weight_N.tolist()) == {1.0}
+    assert set(with_prompts.weight_N.tolist()) == {1.0, 0.25}
 
 
 def test_the_loss_is_the_divergence_from_the_target(lesson):

@@ -72,7 +72,8 @@ def test_training_ends_in_time_with_a_usable_draft(lesson, tmp_path):
 
 
 def test_batches_hold_every_sample_once_in_an_order_of_their_epoch(lesson):
-    first, second = (batches_of_epoch(lesson.samples, epoch, 100) for epoch in (0, 1))
+    few = SETTINGS.model_copy(update={"batch_tokens": 100})
+    first, second = (batches_of_epoch(lesson.samples, epoch, few) for epoch in (0, 1))
     assert sorted(s.session for b in first for s in b) == sorted(s.session for s in lesson.samples)
     assert [s.session for b in first for s in b] != [s.session for b in second for s in b]
     assert all(len(b) == 2 for b in first)
