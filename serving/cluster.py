@@ -49,6 +49,12 @@ class RemoteFleet:
     def remove(self, stack: Stack) -> None:
         self._call("remove", stack.fingerprint)
 
+    def scale(self, replicas: int, fingerprint: str | None = None) -> int:
+        return self._call("scale", replicas, fingerprint)
+
+    def targets(self) -> list[dict[str, Any]]:
+        return self._call("targets")
+
     def status(self) -> FleetStatus:
         return self._call("status")
 
@@ -104,13 +110,16 @@ def _use_token(home: Path) -> None:
     Config.initialize("")
 
 
-def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> "RemoteFleet":
+def start_fleet(
+    settings: ServingSettings, home: Path, announce: bool = True, tenants: dict[str, str] | None = None
+) -> "RemoteFleet":
     """Start the fleet actor (Ray must be initialised); with `announce`, `connect` finds it.
 
-    Raises ProcessError if the gateway's port is taken.
+    `tenants` are those of the gateway, by the SHA-256 of their keys; none asks for no keys. Raises
+    ProcessError if the gateway's port is taken or if anybody could reach it.
     """
     actor = ray.remote(Fleet).options(name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16)
-    fleet = RemoteFleet(actor.remote(settings, str(home)))
+    fleet = RemoteFleet(actor.remote(settings, str(home), tenants))
     gateway = fleet.status().gateway
     if announce:
         address = ray.get_runtime_context().gcs_address

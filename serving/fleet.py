@@ -17,7 +17,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.gateway import FULL_WEIGHT, SLOTS, Gateway
+from strop.serving.monitoring import keep_targets, target
 from strop.serving.process import Child, ProcessError, free_port
+from strop.serving.router import add_worker, remove_worker, wait_until_idle
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
@@ -83,7 +85,8 @@ class Replica:
             engine_environment(
                 self.stack,
                 self.settings.kv_cache_gib,
-                cores_of_replica(self.index, self.stack.topology.replicas),
+                # Replicas added later share the cores of those that were there.
+                cores_of_replica(self.index % self.stack.topology.replicas, self.stack.topology.replicas),
                 configuration if capture.enabled else None,
             ),
             grace_s=self.settings.drain_timeout_s,
@@ -109,6 +112,7 @@ class _Pool:
     replicas: list[Any]
     router: Child | None = None
     host_port: tuple[str, int] = ("127.0.0.1", 0)
+    metrics_port: int = 0
     share: float = 0.0
     lease_ends: float | None = None
     urls: list[str] = field(default_factory=list)
@@ -117,12 +121,15 @@ class _Pool:
 class Fleet:
     """Owns the gateway and one pool per Stack. Runs as a named Ray actor with several threads."""
 
-    def __init__(self, settings: ServingSettings, home: str):
+    def __init__(self, settings: ServingSettings, home: str, tenants: dict[str, str] | None = None):
         self.settings = settings
         self.home = Path(home)
         self.pools: dict[str, _Pool] = {}
         self.lock = threading.RLock()
-        self.gateway = Gateway.start(settings.host, settings.port, self.home / "run")
+        self.scaling = threading.Lock()
+        run = self.home / "run"
+        self.gateway = Gateway.start(settings.host, settings.port, run, settings.gateway, tenants)
+        threading.Thread(target=keep_targets, args=(run, self.targets), daemon=True).start()
         threading.Thread(target=self._end_expired_leases, daemon=True).start()
 
     def add(self, stack_json: str, lease_s: float | None = None) -> str:
@@ -215,33 +222,96 @@ class Fleet:
         """Manifests (JSON) by fingerprint."""
         return {fingerprint: pool.stack.to_json() for fingerprint, pool in self.pools.items()}
 
+    def scale(self, replicas: int, fingerprint: str | None = None) -> int:
+        """Set the number of replicas of a pool (None: the one with most sessions); returns what it was.
+
+        New replicas join when they answer; leaving ones get no new requests and finish theirs. The
+        Stack's manifest stays as it is. Raises ProcessError if there is no such pool, or if a new
+        replica does not come up, with the pool as it was.
+        """
+        if replicas < 1:
+            raise ProcessError("A Stack needs at least one replica; `strop fleet drain` takes it out.")
+        with self.scaling:
+            with self.lock:
+                champion = max(self.pools, key=lambda f: self.pools[f].share, default="")
+                pool = self.pools.get(fingerprint or champion)
+            if pool is None or pool.router is None:
+                raise ProcessError(f"No Stack {(fingerprint or '')[:12]} serves in this fleet.")
+            before = len(pool.replicas)
+            if replicas > before:
+                self._grow(pool, replicas)
+            for _ in range(before - replicas):
+                self._shrink(pool)
+        return before
+
+    def targets(self) -> list[dict[str, Any]]:
+        """What Prometheus can scrape, as its file-based service discovery wants it."""
+        with self.lock:
+            found = [target("gateway", self.gateway.metrics_url)]
+            for pool in self.pools.values():
+                stack = pool.stack.fingerprint[:12]
+                if pool.router:
+                    found.append(target("router", f"http://127.0.0.1:{pool.metrics_port}", stack))
+                found += [target("engine", url, stack, index) for index, url in enumerate(pool.urls)]
+        return found
+
     def shutdown(self) -> None:
         """Stop everything, the gateway first so that clients are refused and not cut off."""
         for pool in list(self.pools.values()):
             self.remove(pool.stack.fingerprint)
         self.gateway.child.stop()
 
-    def _start(self, pool: _Pool) -> None:
+    def _replica(self, stack: Stack, index: int) -> Any:
         actor = ray.remote(Replica).options(
             num_cpus=self.settings.cpus_per_replica,
             num_gpus=self.settings.gpus_per_replica,
             max_concurrency=4,
         )
         head = ray.util.get_node_ip_address()
-        pool.replicas = [
-            actor.remote(pool.stack.to_json(), index, self.settings, str(self.home), head)
-            for index in range(pool.stack.topology.replicas)
-        ]
+        return actor.remote(stack.to_json(), index, self.settings, str(self.home), head)
+
+    def _grow(self, pool: _Pool, replicas: int) -> None:
+        added = [self._replica(pool.stack, index) for index in range(len(pool.replicas), replicas)]
+        try:
+            urls = ray.get([replica.start.remote() for replica in added])
+            for url in urls:
+                add_worker(self._url(pool), url)
+            with self.lock:
+                if self.pools.get(pool.stack.fingerprint) is not pool:
+                    raise ProcessError("The Stack was taken out of the fleet meanwhile.")
+                pool.replicas += added
+                pool.urls += urls
+                self.gateway.set_capacity(pool.slot, _capacity(pool.stack, len(pool.replicas)))
+        except BaseException:
+            # The router finds out by its health checks about one that it had been told of.
+            for replica in added:
+                ray.kill(replica)
+            raise
+
+    def _shrink(self, pool: _Pool) -> None:
+        with self.lock:
+            replica, url = pool.replicas.pop(), pool.urls.pop()
+            self.gateway.set_capacity(pool.slot, _capacity(pool.stack, len(pool.replicas)))
+        remove_worker(self._url(pool), url)
+        wait_until_idle(url, self.settings.drain_timeout_s)
+        try:
+            ray.get(replica.stop.remote())
+        except RayError:
+            pass  # The actor is gone, and its server with it.
+        ray.kill(replica)
+
+    def _start(self, pool: _Pool) -> None:
+        pool.replicas = [self._replica(pool.stack, index) for index in range(pool.stack.topology.replicas)]
         pool.urls = ray.get([replica.start.remote() for replica in pool.replicas])
         host, port = "127.0.0.1", free_port()
-        pool.host_port = (host, port)
+        pool.host_port, pool.metrics_port = (host, port), free_port()
         pool.router = Child.start(
             f"vllm-router (stack {pool.stack.fingerprint[:12]})",
             [
                 sys.executable, "-m", "vllm_router.launch_router",
                 "--host", host, "--port", str(port), "--policy", "cache_aware",
                 "--worker-urls", *pool.urls,
-                "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
+                "--prometheus-host", "127.0.0.1", "--prometheus-port", str(pool.metrics_port),
                 "--health-check-interval-secs", "2", "--health-failure-threshold", "2",
                 "--log-level", "warning", "--request-timeout-secs", "3600",
             ],
@@ -250,7 +320,7 @@ class Fleet:
         )  # fmt: skip
         pool.router.wait_until_answers(f"http://{host}:{port}/health", 60)
         with self.lock:
-            self.gateway.attach(pool.slot, host, port, 0)
+            self.gateway.attach(pool.slot, host, port, 0, _capacity(pool.stack, len(pool.urls)))
 
     def _lease(self, fingerprint: str, lease_s: float | None) -> None:
         with self.lock:
@@ -276,6 +346,12 @@ class Fleet:
     @staticmethod
     def _url(pool: _Pool) -> str:
         return f"http://{pool.host_port[0]}:{pool.host_port[1]}"
+
+
+def _capacity(stack: Stack, replicas: int) -> int:
+    """Requests a pool takes at once: what its engines run, and as many again that wait to join the batch."""
+    # Unset, vLLM takes up to 1024 at once, by the machine.
+    return 2 * replicas * int(stack.engine.args.get("max-num-seqs") or 1024)
 
 
 def _status_of(replica: Any) -> ReplicaStatus:

@@ -86,7 +86,9 @@ class Gateway:
             "buffer_bytes": _BUFFER_BYTES,
             "chunked_bytes": _CHUNKED_BYTES,
             "receive_timeout_s": RECEIVE_TIMEOUT_S,
-            **settings.model_dump(include={"max_body_mib", "requests_per_tenant", "queue", "queue_timeout_s"}),
+            **settings.model_dump(
+                include={"max_body_mib", "requests_per_tenant", "queue", "queue_timeout_s"}
+            ),
         }
         write_atomic(configuration, _template().render(values))
         child = Child.start(
