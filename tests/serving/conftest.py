@@ -90,6 +90,8 @@ def _handler(router: FakeRouter) -> type[BaseHTTPRequestHandler]:
                     gone = self.connection.recv(1, socket.MSG_PEEK) == b""
                 except TimeoutError:
                     gone = False
+                except ConnectionResetError:
+                    gone = True
                 self.connection.settimeout(None)
                 if gone:
                     router.left += 1
@@ -130,6 +132,8 @@ def fake_router() -> Iterator[FakeRouter]:
     router.hold.set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(router))
     server.daemon_threads = True
+    # HAProxy resets the connections of its health checks.
+    server.handle_error = lambda request, client_address: None
     router.port = server.server_port
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield router
