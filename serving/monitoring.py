@@ -60,7 +60,7 @@ def scrape(url: str, timeout_s: float = 5) -> Metrics:
 
 
 def quantile(buckets: dict[float, float], share: float) -> float | None:
-    """The `share` quantile of a histogram by linear interpolation in its bucket, as Prometheus computes it.
+    """The `share` quantile (0 < share <= 1) of a histogram by linear interpolation in its bucket, as Prometheus computes it.
 
     `buckets` are cumulative counts by upper bound. None for an empty histogram.
     """
