@@ -251,8 +251,10 @@ class Fleet:
             for pool in self.pools.values():
                 stack = pool.stack.fingerprint[:12]
                 if pool.router:
-                    found.append(target("router", f"http://127.0.0.1:{pool.metrics_port}", stack))
-                found += [target("engine", url, stack, index) for index, url in enumerate(pool.urls)]
+                    found.append(
+                        target("router", f"http://127.0.0.1:{pool.metrics_port}", stack, slot=pool.slot)
+                    )
+                found += [target("engine", url, stack, replica=index) for index, url in enumerate(pool.urls)]
         return found
 
     def shutdown(self) -> None:

@@ -78,14 +78,13 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
     return lower
 
 
-def target(part: str, url: str, stack: str | None = None, replica: int | None = None) -> dict[str, Any]:
-    """One entry of Prometheus' file-based service discovery; `part` is gateway, router or engine."""
-    labels = {"part": part}
-    if stack is not None:
-        labels["stack"] = stack
-    if replica is not None:
-        labels["replica"] = str(replica)
-    return {"targets": [urlsplit(url).netloc], "labels": labels}
+def target(part: str, url: str, stack: str = "", **numbers: int) -> dict[str, Any]:
+    """One entry of Prometheus' file-based service discovery; `part` is gateway, router or engine.
+
+    `numbers` become labels: `slot`, the router's server in the gateway, or `replica`.
+    """
+    labels = {"part": part} | ({"stack": stack} if stack else {})
+    return {"targets": [urlsplit(url).netloc], "labels": labels | {k: str(v) for k, v in numbers.items()}}
 
 
 def keep_targets(folder: Path, targets: Callable[[], list[dict[str, Any]]]) -> None:

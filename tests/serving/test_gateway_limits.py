@@ -160,28 +160,34 @@ def test_a_router_that_cannot_be_reached_is_503_and_not_429(start_gateway, fake_
     assert answer.status_code == 503
 
 
-@pytest.mark.parametrize("queued", [False, True])
-def test_a_client_that_leaves_takes_its_request_with_it(start_gateway, fake_router, queued):
-    gateway = start_gateway(capacity=1)
-    fake_router.hold.clear()
+def send_and_leave(gateway):
     host, port = gateway.url.removeprefix("http://").split(":")
     body = json.dumps(chat("a")).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head + body)
+        time.sleep(0.5)
+
+
+def test_a_client_that_leaves_ends_its_request(start_gateway, fake_router):
+    gateway = start_gateway()
+    fake_router.hold.clear()
+    send_and_leave(gateway)
+    wait_for(lambda: fake_router.left == 1)
+
+
+def test_a_client_that_leaves_the_queue_is_never_served(start_gateway, fake_router):
+    gateway = start_gateway(capacity=1)
+    fake_router.hold.clear()
     with ThreadPoolExecutor(1) as pool:
-        if queued:
-            first = pool.submit(httpx.post, f"{gateway.url}{CHAT}", json=chat("first"), timeout=30)
-            wait_for(lambda: len(fake_router.received) == 1)
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(head + body)
-            time.sleep(0.5)
-        if queued:
-            time.sleep(0.5)
-            fake_router.hold.set()
-            assert first.result().status_code == 200
-            time.sleep(0.5)
-            assert len(fake_router.received) == 1
-        else:
-            wait_for(lambda: fake_router.left == 1)
+        first = pool.submit(httpx.post, f"{gateway.url}{CHAT}", json=chat("first"), timeout=30)
+        wait_for(lambda: len(fake_router.received) == 1)
+        send_and_leave(gateway)
+        wait_for(lambda: _waiting(gateway) == 0)
+        fake_router.hold.set()
+        assert first.result().status_code == 200
+    assert httpx.post(f"{gateway.url}{CHAT}", json=chat("last")).status_code == 200
+    assert [json.loads(r.body)["messages"][0]["content"] for r in fake_router.received] == ["first", "last"]
 
 
 def session(gateway, fake_router, body, path=CHAT, **headers):

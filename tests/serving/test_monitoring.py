@@ -128,7 +128,7 @@ def test_targets_are_written_when_they_change(tmp_path) -> None:
             time.sleep(0.05)
 
     written([{"targets": ["127.0.0.1:9"], "labels": {"part": "gateway"}}])
-    found.append(target("engine", "http://10.0.0.1:8", "ab", 1))
+    found.append(target("engine", "http://10.0.0.1:8", "ab", replica=1))
     written(
         [
             {"targets": ["127.0.0.1:9"], "labels": {"part": "gateway"}},
