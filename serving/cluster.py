@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from strop.serving.fleet import Fleet, FleetStatus
 from strop.serving.home import write_atomic
@@ -118,7 +119,11 @@ def start_fleet(
     `tenants` are those of the gateway, by the SHA-256 of their keys; none asks for no keys. Raises
     ProcessError if the gateway's port is taken or if anybody could reach it.
     """
-    actor = ray.remote(Fleet).options(name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16)
+    # On this machine: its address and port are what serving.host and serving.port are about.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Fleet).options(
+        name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, scheduling_strategy=here
+    )
     fleet = RemoteFleet(actor.remote(settings, str(home), tenants))
     gateway = fleet.status().gateway
     if announce:

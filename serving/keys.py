@@ -29,12 +29,13 @@ def take_keys(file: str | None) -> dict[str, str]:
         return {}
     path = Path(file).expanduser()
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KeysError(f"The keys in {path} cannot be read: {reason}.") from None
-    if mode & 0o077:
+    # A file of somebody else's (a mounted secret) is read through its group.
+    if found.st_mode & (0o077 if found.st_uid == os.getuid() else 0o027):
         raise KeysError(
             f"Others than its owner may read {path}, which holds keys. Run `chmod 600 {path}`, "
             "and replace the keys if somebody may have seen them."

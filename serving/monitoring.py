@@ -95,6 +95,8 @@ def keep_targets(folder: Path, targets: Callable[[], list[dict[str, Any]]]) -> N
         if content != written:
             try:
                 write_atomic(folder / TARGETS, content)
+                # Prometheus may run as another user.
+                (folder / TARGETS).chmod(0o644)
                 written = content
             except OSError:
                 pass  # A full disk: the next look tries again.

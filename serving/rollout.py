@@ -188,8 +188,6 @@ def _observe(
     while time.monotonic() < deadline:
         fleet.renew(candidate, LEASE_S)
         pools = {p.fingerprint: p for p in fleet.status().pools}
-        if candidate.fingerprint not in pools:
-            raise TakenBack("it was taken out of the fleet (`strop fleet drain`)")
         if not all(replica.alive for replica in pools[candidate.fingerprint].replicas):
             raise TakenBack("one of its replicas crashed")
         arms = [Arm.of(list(store.since(since, stack.fingerprint))) for stack in (champion, candidate)]
