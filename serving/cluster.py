@@ -53,6 +53,9 @@ class RemoteFleet:
     def scale(self, replicas: int, fingerprint: str | None = None) -> int:
         return self._call("scale", replicas, fingerprint)
 
+    def reload(self, tenants: dict[str, str]) -> None:
+        self._call("reload", tenants)
+
     def targets(self) -> list[dict[str, Any]]:
         return self._call("targets")
 

@@ -244,6 +244,12 @@ class Fleet:
                 self._shrink(pool)
         return before
 
+    def reload(self, tenants: dict[str, str]) -> None:
+        """Exchange the gateway's keys (by their SHA-256), and read its certificate again. Raises ProcessError."""
+        if tenants:
+            self.gateway.replace_tenants(tenants)
+        self.gateway.replace_certificate()
+
     def targets(self) -> list[dict[str, Any]]:
         """What Prometheus can scrape, as its file-based service discovery wants it."""
         with self.lock:

@@ -39,6 +39,7 @@ class Gateway:
     metrics_url: str
     child: Child
     control: Path
+    certificate: str | None = None
 
     @classmethod
     def start(
@@ -99,7 +100,9 @@ class Gateway:
         )
         metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         child.wait_until_answers(metrics_url, 20)
-        return cls(f"{'https' if certificate else 'http'}://{host}:{port}", metrics_url, child, control)
+        return cls(
+            f"{'https' if certificate else 'http'}://{host}:{port}", metrics_url, child, control, certificate
+        )
 
     def command(self, text: str) -> str:
         """Send one command to the runtime socket and return its answer."""
@@ -111,6 +114,34 @@ class Gateway:
             while chunk := connection.recv(65536):
                 answer += chunk
         return answer.decode().strip()
+
+    def replace_tenants(self, tenants: Mapping[str, str]) -> None:
+        """Take these keys and no others from now on. Raises ProcessError if it was started without keys."""
+        answer = self.command(f"prepare map {_TENANTS}")
+        version = answer.rpartition(":")[2].strip()
+        if not version.isdecimal() or not tenants:
+            raise ProcessError(f"Keys can be exchanged, not introduced or given up, while it runs: {answer}")
+        self._expect("", f"add map @{version} {_TENANTS} <<\n{_map(tenants)}")
+        self._expect("", f"commit map @{version} {_TENANTS}")
+
+    def replace_certificate(self) -> None:
+        """Read the certificate's file again, for connections from now on. Raises ProcessError if it is bad."""
+        if self.certificate is None:
+            return
+        try:
+            content = Path(self.certificate).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProcessError(f"The certificate {self.certificate} cannot be read: {error}") from None
+        path = self.certificate.replace(" ", "\\ ")
+        # An empty line would end it for HAProxy.
+        lines = "\n".join(line for line in content.splitlines() if line.strip())
+        self._expect("Transaction", f"set ssl cert {path} <<\n{lines}\n")
+        self._expect("Success", f"commit ssl cert {path}")
+
+    def _expect(self, wanted: str, text: str) -> None:
+        answer = self.command(text)
+        if wanted not in answer or (not wanted and answer):
+            raise ProcessError(f"HAProxy refused '{text.splitlines()[0]}': {answer}")
 
     def attach(self, slot: int, host: str, port: int, weight: int, capacity: int = 0) -> None:
         """Put a router that takes `capacity` requests at once (0: any number) into a slot.

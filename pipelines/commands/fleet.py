@@ -5,6 +5,7 @@ import time
 from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,6 +88,23 @@ def scale(
     fingerprint = _find(fleet.stacks(), stack).fingerprint if stack else None
     before = fleet.scale(replicas, fingerprint)
     typer.echo(f"{before} -> {replicas} replicas")
+
+
+@app.command()
+def reload(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Configuration file (default: ./strop.yaml).")
+    ] = None,
+) -> None:
+    """Take the gateway's keys and certificate anew from where strop.yaml says; no connection is dropped."""
+    from strop.pipelines.settings import load_settings
+    from strop.serving.cluster import connect
+    from strop.serving.home import home
+    from strop.serving.keys import take_keys
+
+    tenants = take_keys(load_settings(config).serving.gateway.keys_file)
+    connect(home()).reload(tenants)
+    typer.echo(f"{len(tenants)} key(s) of {len(set(tenants.values()))} tenant(s) are valid from now on.")
 
 
 def top(

@@ -241,15 +241,41 @@ def test_what_is_not_http_1_is_refused(start_gateway, fake_router, data):
     assert fake_router.received == []
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    key, chain, pem = (tmp_path / name for name in ("key.pem", "chain.pem", "both.pem"))
+def test_keys_are_exchanged_while_it_runs(start_gateway, fake_router):
+    gateway = start_gateway(TENANTS)
+    digests = list(TENANTS)
+    many = {hashlib.sha256(str(i).encode()).hexdigest(): f"t{i}" for i in range(2000)}
+    gateway.replace_tenants({digests[1]: "green", **many})
+    with httpx.Client(base_url=gateway.url) as client:
+        for key, status in ((KEY, 401), (OTHER_KEY, 200), ("1999", 200)):
+            answer = client.post(CHAT, content=BODY, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status
+    assert [r.all("X-Strop-Tenant") for r in fake_router.received] == [["green"], ["t1999"]]
+    with pytest.raises(ProcessError, match="not introduced"):
+        start_gateway().replace_tenants(TENANTS)
+    with pytest.raises(ProcessError, match="given up"):
+        gateway.replace_tenants({})
+    assert client_status(gateway, OTHER_KEY) == 200
+
+
+def client_status(gateway, key):
+    return httpx.get(f"{gateway.url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+
+def make_certificate(pem: Path) -> None:
+    key, chain = pem.with_name("key.pem"), pem.with_name("chain.pem")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
          "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(chain)],
         check=True, capture_output=True,
     )  # fmt: skip
-    pem.write_text(chain.read_text() + key.read_text())
+    pem.write_text(chain.read_text() + "\n" + key.read_text())
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    pem = tmp_path / "of us both.pem"
+    make_certificate(pem)
     return pem
 
 
@@ -277,6 +303,21 @@ def test_tls_from_1_2_on(start_gateway, fake_router, certificate):
                 assert not accepted
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://{host}:{port}/v1/models")
+
+
+def test_a_certificate_is_renewed_while_it_runs(start_gateway, certificate):
+    gateway = start_gateway(tls_certificate=str(certificate))
+    host, port = gateway.url.removeprefix("https://").split(":")
+    first = ssl.get_server_certificate((host, int(port)))
+    make_certificate(certificate)
+    assert ssl.get_server_certificate((host, int(port))) == first
+    gateway.replace_certificate()
+    second = ssl.get_server_certificate((host, int(port)))
+    assert second != first and second.strip() in certificate.read_text()
+    certificate.write_text("nonsense")
+    with pytest.raises(ProcessError, match="HAProxy refused"):
+        gateway.replace_certificate()
+    assert ssl.get_server_certificate((host, int(port))) == second
 
 
 def test_a_missing_certificate_is_one_clear_sentence(tmp_path):
