@@ -171,7 +171,8 @@ class Fleet:
             unknown = set(shares) - set(self.pools)
             if unknown:
                 raise ProcessError(f"No such Stack in the fleet: {', '.join(f[:12] for f in unknown)}")
-            for fingerprint, pool in self.pools.items():
+            # Those that gain first: there is no moment at which nobody has weight.
+            for fingerprint, pool in sorted(self.pools.items(), key=lambda item: -shares.get(item[0], 0.0)):
                 pool.share = shares.get(fingerprint, 0.0)
                 self.gateway.set_weight(pool.slot, round(pool.share * FULL_WEIGHT))
 
