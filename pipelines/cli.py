@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from strop.pipelines.commands import loop, replay, serve, stack, traces
+from strop.pipelines.commands import fleet, loop, replay, serve, stack, traces
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,7 +20,9 @@ app = typer.Typer(
 app.add_typer(loop.app, name="loop")
 app.add_typer(traces.app, name="traces")
 app.add_typer(stack.app, name="stack")
+app.add_typer(fleet.app, name="fleet")
 app.command()(serve.serve)
+app.command()(fleet.top)
 app.command()(replay.replay)
 app.command()(loop.promote)
 app.command()(loop.rollback)

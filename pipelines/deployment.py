@@ -17,6 +17,7 @@ from strop.serving.cluster import FleetUnavailable, RemoteFleet, connect, start_
 from strop.serving.journal import recover
 from strop.serving.process import free_port
 from strop.serving.rollout import Event, Rollout, roll_out
+from strop.serving.settings import GatewaySettings
 from strop.serving.stack import Stack
 from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
 
@@ -103,7 +104,9 @@ def temporary_fleet(settings: Settings, home: Path, champion: Stack) -> Iterator
     """A fleet on ports of its own that serves `champion` for the duration of a `with` block."""
     start_ray(home, settings.serving.ray_address)
     try:
-        serving = settings.serving.model_copy(update={"port": free_port(), "host": "127.0.0.1"})
+        serving = settings.serving.model_copy(
+            update={"port": free_port(), "host": "127.0.0.1", "gateway": GatewaySettings()}
+        )
         fleet = start_fleet(serving, home, announce=False)
         try:
             fleet.add(champion)

@@ -69,9 +69,18 @@ def load_settings(path: Path | None) -> Settings:
     except ValidationError as error:
         problems = "; ".join(_explain(e) for e in error.errors())  # type: ignore[arg-type]
         raise ConfigError(f"{path}: {problems}. `strop config` shows every key.") from None
-    # A relative model folder is relative to the file that names it.
+    # A relative path is relative to the file that names it.
+    near = {
+        name: str((path.parent / Path(value).expanduser()).absolute())
+        for name in ("keys_file", "tls_certificate")
+        if (value := getattr(settings.serving.gateway, name))
+    }
+    gateway = settings.serving.gateway.model_copy(update=near)
     return settings.model_copy(
-        update={"model": str((path.parent / Path(settings.model).expanduser()).absolute())}
+        update={
+            "model": str((path.parent / Path(settings.model).expanduser()).absolute()),
+            "serving": settings.serving.model_copy(update={"gateway": gateway}),
+        }
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from strop.serving.capture_metrics import publish
 from strop.serving.journal import TraceWriter
 from strop.serving.settings import CaptureSettings
 from strop.serving.sse import EventSplitter, payload
@@ -77,6 +78,7 @@ class Capture:
         self.writer = TraceWriter(
             self.config.root, self.config.queue_records, self.config.flush_s, self.config.roll_s
         )
+        _guarded(publish, None, counts, self.writer.counts)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):

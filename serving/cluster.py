@@ -15,10 +15,12 @@ from typing import Any
 import ray
 from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from strop.serving.fleet import NAMESPACE, Fleet, FleetStatus
+from strop.serving.fleet import Fleet, FleetStatus
 from strop.serving.home import write_atomic
 from strop.serving.process import OFFLINE, ProcessError
+from strop.serving.replica import NAMESPACE
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
@@ -47,6 +49,15 @@ class RemoteFleet:
 
     def remove(self, stack: Stack) -> None:
         self._call("remove", stack.fingerprint)
+
+    def scale(self, replicas: int, fingerprint: str | None = None) -> int:
+        return self._call("scale", replicas, fingerprint)
+
+    def reload(self, tenants: dict[str, str]) -> None:
+        self._call("reload", tenants)
+
+    def targets(self) -> list[dict[str, Any]]:
+        return self._call("targets")
 
     def status(self) -> FleetStatus:
         return self._call("status")
@@ -103,15 +114,22 @@ def _use_token(home: Path) -> None:
     Config.initialize("")
 
 
-def start_fleet(settings: ServingSettings, home: Path, announce: bool = True) -> "RemoteFleet":
+def start_fleet(
+    settings: ServingSettings, home: Path, announce: bool = True, tenants: dict[str, str] | None = None
+) -> "RemoteFleet":
     """Start the fleet actor (Ray must be initialised); with `announce`, `connect` finds it.
 
-    Raises ProcessError if the gateway's port is taken.
+    `tenants` are those of the gateway, by the SHA-256 of their keys; none asks for no keys. Raises
+    ProcessError if the gateway's port is taken or if anybody could reach it.
     """
+    # On this machine: its address and port are what serving.host and serving.port are about.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Fleet).options(
-        name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, max_restarts=-1, max_task_retries=-1
-    )
-    fleet = RemoteFleet(actor.remote(settings, str(home)))
+        name=ACTOR, namespace=NAMESPACE, num_cpus=0, max_concurrency=16, scheduling_strategy=here,
+        # Every method can be called again: what it asks for is then there already.
+        max_restarts=-1, max_task_retries=-1,
+    )  # fmt: skip
+    fleet = RemoteFleet(actor.remote(settings, str(home), tenants))
     gateway = fleet.status().gateway
     if announce:
         address = ray.get_runtime_context().gcs_address

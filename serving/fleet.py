@@ -11,34 +11,24 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
-from strop.serving.gateway import FULL_WEIGHT, ROUTERS, SLOTS, Gateway
+from strop.serving.gateway import SLOTS, Gateway
 from strop.serving.home import write_atomic
-from strop.serving.process import Child, ProcessError, free_port
-from strop.serving.replica import ORPHAN_S, Replica, ReplicaStatus
+from strop.serving.monitoring import keep_targets, target
+from strop.serving.pool import Pool, PoolStatus, end, status_of
+from strop.serving.process import ProcessError
+from strop.serving.replica import NAMESPACE, ORPHAN_S, Replica
+from strop.serving.router import set_workers, wait_until_idle
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
-NAMESPACE = "strop"
 WATCH_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatus:
-    """One Stack in the fleet."""
-
-    fingerprint: str
-    url: str
-    """One of its routers: requests sent here reach this Stack whatever the gateway's weights are."""
-    share: float
-    requests_under_way: int
-    replicas: list[ReplicaStatus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,50 +39,29 @@ class FleetStatus:
     pools: list[PoolStatus]
 
 
-@dataclass(slots=True)
-class _Router:
-    port: int
-    child: Child
-
-
-@dataclass(slots=True)
-class _Pool:
-    stack: Stack
-    slot: int
-    replicas: dict[str, Any] = field(default_factory=dict)
-    """Actors by name."""
-    routers: list[_Router] = field(default_factory=list)
-    urls: list[str] = field(default_factory=list)
-    """Of the replicas, as the routers know them."""
-    share: float = 0.0
-    lease_s: float | None = None
-    lease_ends: float | None = None
-    ready: bool = False
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.routers[0].port}" if self.routers else ""
-
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        return [("127.0.0.1", router.port) for router in self.routers]
-
-
 class Fleet:
     """Owns the gateway and one pool per Stack. Runs as a named Ray actor with several threads."""
 
-    def __init__(self, settings: ServingSettings, home: str):
+    def __init__(self, settings: ServingSettings, home: str, tenants: dict[str, str] | None = None):
         self.settings = settings
-        self.home = Path(home)
-        self.file = self.home / "run" / "fleet-state.json"
-        self.pools: dict[str, _Pool] = {}
+        self.run, self.logs, self.stacks_folder = (Path(home) / name for name in ("run", "logs", "stacks"))
+        self.home = home
+        self.file = self.run / "fleet-state.json"
+        self.pools: dict[str, Pool] = {}
         self.lock = threading.RLock()
-        known = self._known() if ray.get_runtime_context().was_current_actor_reconstructed else None
+        self.scaling = threading.Lock()
+        context = ray.get_runtime_context()
+        again = bool(context.get_actor_id()) and context.was_current_actor_reconstructed
+        known = self._known() if again else None
+        self.tenants = known["tenants"] if known else tenants
         adopted = Gateway.adopt(known["gateway"]) if known else None
-        self.gateway = adopted or Gateway.start(settings.host, settings.port, self.home / "run", ORPHAN_S)
-        if known:
-            self._take_over(known)
+        self.gateway = adopted or Gateway.start(
+            settings.host, settings.port, self.run, settings.gateway, self.tenants, ORPHAN_S
+        )
+        for entry in known["pools"] if known else []:
+            self._take_over(entry)
         self._save()
+        threading.Thread(target=keep_targets, args=(self.run, self.targets), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def add(self, stack_json: str, lease_s: float | None = None) -> str:
@@ -105,14 +74,14 @@ class Fleet:
         stack = Stack.from_json(stack_json)
         with self.lock:
             known = self.pools.get(stack.fingerprint)
-            pool = known or _Pool(stack, self._free_slot())
+            pool = known or Pool(stack, self._free_slot())
             self.pools[stack.fingerprint] = pool
             # The pool's start-up does not count against its lease.
             self._lease(stack.fingerprint, lease_s and lease_s + self.settings.start_timeout_s)
         if known:
             self._wait_until_ready(known)
         else:
-            stack.save(self.home / "stacks" / stack.fingerprint[:16] / "stack.json")
+            stack.save(self.stacks_folder / stack.fingerprint[:16] / "stack.json")
             try:
                 self._start(pool)
             except BaseException:
@@ -131,9 +100,10 @@ class Fleet:
             unknown = set(shares) - set(self.pools)
             if unknown:
                 raise ProcessError(f"No such Stack in the fleet: {', '.join(f[:12] for f in unknown)}")
-            for fingerprint, pool in self.pools.items():
+            # Those that gain first: there is no moment at which nobody has weight.
+            for fingerprint, pool in sorted(self.pools.items(), key=lambda item: -shares.get(item[0], 0.0)):
                 pool.share = shares.get(fingerprint, 0.0)
-                self.gateway.set_weight(pool.slot, _weight(pool))
+                self.gateway.set_weight(pool.slot, pool.weight)
             self._save()
 
     def remove(self, fingerprint: str, drain: bool = True) -> None:
@@ -148,11 +118,12 @@ class Fleet:
         while self.gateway.requests_under_way(pool.slot) and time.monotonic() < deadline:
             time.sleep(0.2)
         with self.lock:
+            if self.pools.pop(fingerprint, None) is None:
+                return
             self.gateway.detach(pool.slot)
-            self.pools.pop(fingerprint, None)
             self._save()
         for replica in pool.replicas.values():
-            _end(replica)
+            end(replica)
         for router in pool.routers:
             router.child.stop()
 
@@ -163,21 +134,54 @@ class Fleet:
             self.gateway.url,
             self.gateway.metrics_url,
             self.gateway.child.alive,
-            [
-                PoolStatus(
-                    pool.stack.fingerprint,
-                    pool.url,
-                    pool.share,
-                    self.gateway.requests_under_way(pool.slot),
-                    [_status_of(replica) for replica in pool.replicas.values()],
-                )
-                for pool in pools
-            ],
+            [pool.status(self.gateway.requests_under_way(pool.slot)) for pool in pools],
         )
 
     def stacks(self) -> dict[str, str]:
         """Manifests (JSON) by fingerprint."""
         return {fingerprint: pool.stack.to_json() for fingerprint, pool in self.pools.items()}
+
+    def scale(self, replicas: int, fingerprint: str | None = None) -> int:
+        """Set the number of replicas of a pool (None: the one with most sessions); returns what it was.
+
+        New replicas join when they answer; leaving ones get no new requests and finish theirs. The
+        Stack's manifest stays as it is. Raises ProcessError if there is no such pool, or if a new
+        replica does not come up, with the pool as it was.
+        """
+        if replicas < 1:
+            raise ProcessError("A Stack needs at least one replica; `strop fleet drain` takes it out.")
+        with self.scaling:
+            with self.lock:
+                champion = max(self.pools, key=lambda f: self.pools[f].share, default="")
+                pool = self.pools.get(fingerprint or champion)
+            if pool is None or not pool.ready:
+                raise ProcessError(f"No Stack {(fingerprint or '')[:12]} serves in this fleet.")
+            before = len(pool.replicas)
+            if replicas > before:
+                self._grow(pool, replicas)
+            for _ in range(before - replicas):
+                self._shrink(pool)
+        return before
+
+    def reload(self, tenants: dict[str, str]) -> None:
+        """Exchange the gateway's keys (by their SHA-256), and read its certificate again. Raises ProcessError."""
+        if tenants:
+            self.gateway.replace_tenants(tenants)
+            self.tenants = tenants
+            self._save()
+        self.gateway.replace_certificate()
+
+    def targets(self) -> list[dict[str, Any]]:
+        """What Prometheus can scrape, as its file-based service discovery wants it."""
+        with self.lock:
+            found = [target("gateway", self.gateway.metrics_url)]
+            for pool in self.pools.values():
+                stack = pool.stack.fingerprint[:12]
+                for number, router in enumerate(pool.routers):
+                    url = f"http://127.0.0.1:{router.metrics_port}"
+                    found.append(target("router", url, stack, slot=pool.slot, router=number))
+                found += [target("engine", url, stack, replica=index) for index, url in enumerate(pool.urls)]
+        return found
 
     def shutdown(self) -> None:
         """Finish the requests under way and stop everything, the gateway last."""
@@ -195,7 +199,7 @@ class Fleet:
             raise ProcessError(f"The gateway already serves {SLOTS} Stacks; remove one first.")
         return min(free)
 
-    def _wait_until_ready(self, pool: _Pool) -> None:
+    def _wait_until_ready(self, pool: Pool) -> None:
         while not pool.ready:
             time.sleep(0.2)
             if self.pools.get(pool.stack.fingerprint) is not pool:
@@ -203,57 +207,61 @@ class Fleet:
                     f"Stack {pool.stack.fingerprint[:12]}, started by another, did not come up."
                 )
 
-    def _start(self, pool: _Pool) -> None:
-        prefix = f"replica-{pool.stack.fingerprint[:12]}-{uuid.uuid4().hex[:8]}"
-        head = ray.util.get_node_ip_address()
-        for index in range(pool.stack.topology.replicas):
-            name = f"{prefix}-{index}"
-            actor = ray.remote(Replica).options(
-                name=name,
-                namespace=NAMESPACE,
-                lifetime="detached",  # It outlives this actor, and ends itself when it is forgotten.
-                max_restarts=-1,
-                num_cpus=self.settings.cpus_per_replica,
-                num_gpus=self.settings.gpus_per_replica,
-                max_concurrency=4,
-            )
-            pool.replicas[name] = actor.remote(
-                name, pool.stack.to_json(), index, self.settings, str(self.home), head
-            )
+    def _start(self, pool: Pool) -> None:
+        started = [self._replica(pool.stack, index) for index in range(pool.stack.topology.replicas)]
+        pool.replicas = dict(started)
         self._save()
-        pool.urls = ray.get([replica.start.remote() for replica in pool.replicas.values()])
-        self._put_routers(pool)
-
-    def _put_routers(self, pool: _Pool) -> None:
-        """New routers for the replicas there are; those there were finish what they have."""
-        before = pool.routers
-        started = [self._start_router(pool, free_port()) for _ in range(ROUTERS)]
-        for router in started:
-            router.child.wait_until_answers(f"http://127.0.0.1:{router.port}/health", 60)
+        pool.urls = ray.get([replica.start.remote() for _, replica in started])
+        pool.start_routers(self.logs)
         with self.lock:
-            pool.routers, pool.ready = started, True
-            self.gateway.attach(pool.slot, pool.addresses, _weight(pool))
+            pool.ready = True
+            self.gateway.attach(pool.slot, pool.addresses, pool.weight, pool.capacity)
             self._save()
-        for router in before:
-            threading.Thread(target=router.child.stop, daemon=True).start()
 
-    def _start_router(self, pool: _Pool, port: int) -> _Router:
-        child = Child.start(
-            f"vllm-router (stack {pool.stack.fingerprint[:12]})",
-            [
-                sys.executable, "-m", "vllm_router.launch_router",
-                "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware",
-                "--worker-urls", *pool.urls,
-                "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
-                "--health-check-interval-secs", "2", "--health-failure-threshold", "2",
-                "--log-level", "warning", "--request-timeout-secs", "3600",
-            ],
-            self.home / "logs" / f"router-{pool.stack.fingerprint[:12]}.log",
-            grace_s=10,
-            restart=True,
-            orphan_s=ORPHAN_S,
-        )  # fmt: skip
-        return _Router(port, child)
+    def _replica(self, stack: Stack, index: int) -> tuple[str, Any]:
+        name = f"replica-{stack.fingerprint[:12]}-{index}-{uuid.uuid4().hex[:8]}"
+        actor = ray.remote(Replica).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",  # It outlives this actor, and ends itself when it is forgotten.
+            max_restarts=-1,
+            num_cpus=self.settings.cpus_per_replica,
+            num_gpus=self.settings.gpus_per_replica,
+            max_concurrency=4,
+        )
+        head = ray.util.get_node_ip_address()
+        return name, actor.remote(name, stack.to_json(), index, self.settings, self.home, head)
+
+    def _grow(self, pool: Pool, replicas: int) -> None:
+        added = [self._replica(pool.stack, index) for index in range(len(pool.replicas), replicas)]
+        try:
+            urls = ray.get([replica.start.remote() for _, replica in added])
+            with self.lock:
+                if self.pools.get(pool.stack.fingerprint) is not pool:
+                    raise ProcessError("The Stack was taken out of the fleet meanwhile.")
+                for router in pool.routers:
+                    set_workers(router.url, [*pool.urls, *urls])
+                pool.replicas |= dict(added)
+                pool.urls = [*pool.urls, *urls]
+                self.gateway.set_capacity(pool.slot, pool.capacity)
+                self._save()
+        except BaseException:
+            # The routers find out by their health checks about one that they had been told of.
+            for _, replica in added:
+                end(replica)
+            raise
+
+    def _shrink(self, pool: Pool) -> None:
+        with self.lock:
+            name = list(pool.replicas)[-1]
+            replica, url = pool.replicas.pop(name), pool.urls[-1]
+            pool.urls = pool.urls[:-1]
+            self.gateway.set_capacity(pool.slot, pool.capacity)
+            for router in pool.routers:
+                set_workers(router.url, pool.urls)
+            self._save()
+        wait_until_idle(url, self.settings.drain_timeout_s)
+        end(replica)
 
     # -- watching -------------------------------------------------------------------------
 
@@ -269,16 +277,23 @@ class Fleet:
             except (ProcessError, RayError, OSError) as error:
                 print(f"watching the fleet: {error}", file=sys.stderr, flush=True)
 
-    def _heal(self, pool: _Pool) -> None:
-        """Being asked tells the replicas that they are wanted; one that moved gets new routers."""
-        urls = [_status_of(replica).url for replica in pool.replicas.values()]
-        if all(urls) and urls != pool.urls:
-            pool.urls = urls
-            self._put_routers(pool)
-        for number, router in enumerate(pool.routers):
-            if not router.child.alive and pool.stack.fingerprint in self.pools:
-                pool.routers[number] = self._start_router(pool, router.port)
+    def _heal(self, pool: Pool) -> None:
+        asked = dict(pool.replicas)
+        urls = [status_of(replica).url for replica in asked.values()]
+        with self.lock:
+            if self.pools.get(pool.stack.fingerprint) is not pool:
+                return
+            if asked == pool.replicas and all(urls) and urls != pool.urls:
+                # A replica was started again on another machine.
+                pool.urls = urls
+                for router in pool.routers:
+                    set_workers(router.url, urls)
                 self._save()
+            for number, router in enumerate(pool.routers):
+                router.restore(pool.urls)
+                if not router.child.alive:
+                    pool.routers[number] = pool.start_router(self.logs, (router.port, router.metrics_port))
+                    self._save()
 
     def _end_expired_leases(self) -> None:
         with self.lock:
@@ -307,20 +322,12 @@ class Fleet:
 
     def _save(self) -> None:
         with self.lock:
-            pools = [
-                {
-                    "stack": pool.stack.to_json(),
-                    "slot": pool.slot,
-                    "replicas": list(pool.replicas),
-                    "routers": [{"port": r.port, "folder": str(r.child.folder)} for r in pool.routers],
-                    "urls": pool.urls,
-                    "share": pool.share,
-                    "lease_s": pool.lease_s,
-                    "ready": pool.ready,
-                }
-                for pool in self.pools.values()
-            ]
-            write_atomic(self.file, json.dumps({"gateway": self.gateway.to_dict(), "pools": pools}))
+            known = {
+                "gateway": self.gateway.to_dict(),
+                "tenants": self.tenants,
+                "pools": [pool.to_dict() for pool in self.pools.values()],
+            }
+            write_atomic(self.file, json.dumps(known))
 
     def _known(self) -> dict[str, Any] | None:
         try:
@@ -328,47 +335,13 @@ class Fleet:
         except (OSError, ValueError):
             return None
 
-    def _take_over(self, known: dict[str, Any]) -> None:
-        """Go on with the pools that were serving; one that was only starting is taken back."""
-        for entry in known["pools"]:
-            pool = _Pool(Stack.from_json(entry["stack"]), entry["slot"], urls=entry["urls"])
-            for name in entry["replicas"]:
-                try:
-                    pool.replicas[name] = ray.get_actor(name, namespace=NAMESPACE)
-                except ValueError:
-                    continue
-            if not entry["ready"]:
-                for replica in pool.replicas.values():
-                    _end(replica)
-                continue
-            pool.share, pool.ready = entry["share"], True
-            self.pools[pool.stack.fingerprint] = pool
-            self._lease(pool.stack.fingerprint, entry["lease_s"])
-            for router in entry["routers"]:
-                folder = Path(router["folder"])
-                log = folder.parent / f"router-{pool.stack.fingerprint[:12]}.log"
-                child = Child.adopt(f"vllm-router (stack {pool.stack.fingerprint[:12]})", log, folder)
-                pool.routers.append(
-                    _Router(router["port"], child) if child else self._start_router(pool, router["port"])
-                )
-            self.gateway.attach(pool.slot, pool.addresses, _weight(pool))
-
-
-def _weight(pool: _Pool) -> int:
-    return round(pool.share * FULL_WEIGHT)
-
-
-def _status_of(replica: Any) -> ReplicaStatus:
-    try:
-        status: Any = ray.get(replica.status.remote(), timeout=10)
-        return status
-    except (RayError, GetTimeoutError):
-        return ReplicaStatus("", False, 0, 0.0, 0)
-
-
-def _end(replica: Any) -> None:
-    try:
-        ray.get(replica.stop.remote())
-    except RayError:
-        pass  # The actor is gone, and its server with it.
-    ray.kill(replica, no_restart=True)
+    def _take_over(self, entry: dict[str, Any]) -> None:
+        """Go on with a pool that was serving; one that was only starting is taken back."""
+        pool = Pool.of(entry, self.logs)
+        if not pool.ready:
+            for replica in pool.replicas.values():
+                end(replica)
+            return
+        self.pools[pool.stack.fingerprint] = pool
+        self._lease(pool.stack.fingerprint, pool.lease_s)
+        self.gateway.attach(pool.slot, pool.addresses, pool.weight, pool.capacity)

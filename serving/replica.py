@@ -15,6 +15,7 @@ from strop.serving.process import Child, free_port
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
+NAMESPACE = "strop"
 ORPHAN_S = 20.0
 """How long a server outlives the actor that owns it; longer than Ray takes to start that again."""
 FORGOTTEN_S = 60.0
@@ -76,7 +77,8 @@ class Replica:
             engine_environment(
                 self.stack,
                 self.settings.kv_cache_gib,
-                cores_of_replica(self.index, self.stack.topology.replicas),
+                # Replicas added later share the cores of those that were there.
+                cores_of_replica(self.index % self.stack.topology.replicas, self.stack.topology.replicas),
                 configuration if capture.enabled else None,
             ),
             grace_s=self.settings.drain_timeout_s,

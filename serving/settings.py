@@ -35,9 +35,26 @@ class CanarySettings(Section):
     """Candidate's median seconds per output token over the champion's that is still accepted."""
 
 
+class GatewaySettings(Section):
+    keys_file: str | None = None
+    """File (mode 600) with a line for each bearer key: tenant, space, key. STROP_GATEWAY_KEYS goes before it."""
+    allow_unauthenticated: bool = False
+    """Bind another address than loopback without keys. Clients then choose their own tenant."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate, its chain and its private key; none serves plain HTTP."""
+    max_body_mib: int = Field(default=8, ge=1, le=32)
+    """Largest request body; larger ones answer 413."""
+    requests_per_tenant: int = Field(default=256, ge=1)
+    """Requests of one tenant that may be under way at once; more answer 429."""
+    queue: int = Field(default=256, ge=1)
+    """Requests that may wait at the gateway while the replicas have all they take; more answer 429."""
+    queue_timeout_s: int = Field(default=60, ge=1)
+    """Longest time a request may wait there; then it answers 429."""
+
+
 class ServingSettings(Section):
     host: str = "127.0.0.1"
-    """Address the gateway binds. Anything but loopback exposes the fleet: put authentication in front."""
+    """Address the gateway binds. Anything but loopback wants keys (gateway.keys_file)."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of the OpenAI-compatible endpoint."""
     served_model: str = "strop"
@@ -66,6 +83,8 @@ class ServingSettings(Section):
     """Longest time a leaving replica may take to finish its requests."""
     ray_address: str | None = None
     """Address of a Ray cluster; none starts Ray on this machine for as long as the fleet runs."""
+    gateway: GatewaySettings = GatewaySettings()
+    """Who may send requests, and how many."""
     capture: CaptureSettings = CaptureSettings()
     """How served requests are recorded."""
     canary: CanarySettings = CanarySettings()

@@ -30,6 +30,7 @@ def serve(
     from strop.pipelines.settings import load_settings
     from strop.serving.cluster import explain, start_fleet, start_ray
     from strop.serving.home import home
+    from strop.serving.keys import take_keys
     from strop.serving.process import ProcessError, port_is_free
 
     settings = load_settings(config)
@@ -38,6 +39,7 @@ def serve(
         raise ProcessError(
             f"Port {serving.port} on {serving.host} is in use. Stop what listens there, or set serving.port to another."
         )
+    tenants = take_keys(serving.gateway.keys_file)
     console = Console(stderr=True)
     over = threading.Event()
     registry = Registry(home(), settings.experiment)
@@ -51,7 +53,7 @@ def serve(
     for stopping in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stopping, lambda *_: over.set())
     try:
-        fleet = start_fleet(serving, home())
+        fleet = start_fleet(serving, home(), tenants=tenants)
         try:
             with console.status("starting vLLM, which takes a minute or two on a CPU"):
                 started = fleet.actor.add.remote(stack.to_json())
@@ -63,7 +65,8 @@ def serve(
             if not over.is_set():
                 registry.promote(version)
                 console.print(
-                    f"Ready: http://{serving.host}:{serving.port}/v1, model {serving.served_model!r}. Ctrl-C stops it."
+                    f"Ready: {fleet.status().gateway}/v1, model {serving.served_model!r}, "
+                    f"{f'{len(set(tenants.values()))} tenant(s) by key' if tenants else 'no keys asked for'}. Ctrl-C stops it."
                 )
             over.wait()
             console.print("Stopping: finishing the requests under way.")

@@ -74,3 +74,9 @@ def test_no_bytes_do_more_than_raise_a_config_error(
 def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         _load(tmp_path, yaml.dump({"model": Path("x")}))
+
+
+def test_relative_keys_and_certificate_are_relative_to_the_file(tmp_path: Path) -> None:
+    settings = _load(tmp_path, "serving: {gateway: {keys_file: k/keys, tls_certificate: /abs/both.pem}}")
+    assert settings.serving.gateway.keys_file == str(tmp_path / "k" / "keys")
+    assert settings.serving.gateway.tls_certificate == "/abs/both.pem"
