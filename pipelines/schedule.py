@@ -16,6 +16,7 @@ from strop.serving.cluster import NAMESPACE, connect
 from strop.serving.process import OFFLINE, Child
 
 ACTOR = "schedule"
+_AGENT_STARTS_S = 60.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -133,7 +134,20 @@ def submit(address: str, config: Path | None, wait: bool = False) -> tuple[str, 
             (Path(folder) / "strop.yaml").write_text(load_settings(config).model_dump_json())
             entrypoint += " --config strop.yaml"
         env = {**OFFLINE, "STROP_HOME": os.environ.get("STROP_HOME", str(Path(".strop").absolute()))}
-        job = client.submit_job(entrypoint=entrypoint, runtime_env={"working_dir": folder, "env_vars": env})
+        deadline = time.monotonic() + _AGENT_STARTS_S
+        while True:
+            try:
+                job = client.submit_job(
+                    entrypoint=entrypoint, runtime_env={"working_dir": folder, "env_vars": env}
+                )
+                break
+            except RuntimeError as error:
+                # A cluster that has just started answers before it can run jobs.
+                if "No available agent" not in str(error) or time.monotonic() > deadline:
+                    raise ScheduleError(
+                        f"The cluster at {address} did not take the job: {str(error).splitlines()[0]}"
+                    ) from None
+                time.sleep(1)
     state = client.get_job_status(job)
     while wait and not state.is_terminal():
         time.sleep(1)

@@ -72,7 +72,7 @@ def _replica_class(fails: bool) -> Any:
 
 @pytest.fixture
 def fleet(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     monkeypatch.setattr(Fleet, "_replica", lambda *_: (uuid.uuid4().hex, _replica_class(False).remote()))
     started = Fleet(ServingSettings(port=free_port(), served_model="tiny"), str(tmp_path))
     stack = Stack.build(tiny_model, "tiny", engine_args={"max-num-seqs": 8})

@@ -140,7 +140,7 @@ def test_ray_data_reads_a_set(tmp_path, make_trace):
     import ray
 
     ray.shutdown()  # The session's fleet may have left its connection open.
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         rows = TraceSet.create(tmp_path / "set", [make_trace(n) for n in range(5)]).to_ray().take_all()
     finally:
