@@ -9,6 +9,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,8 +226,11 @@ class TraceStore:
         """Write one Parquet file for each day and Stack among `traces`; returns the new files."""
         return self.append_table(to_table(traces), uuid.uuid4().hex)
 
-    def append_table(self, table: pa.Table, name: str) -> list[Path]:
-        """The same for a table of `SCHEMA`. The same table under the same name replaces its own files."""
+    def append_table(self, table: pa.Table, name: str, keep: list[bool] | None = None) -> list[Path]:
+        """The same for a table of `SCHEMA`. The same table under the same name replaces its own files.
+
+        Rows for which `keep` is False are left out; the names are those that the whole table has.
+        """
         days = table["started_at"].cast(pa.timestamp("us")).cast(pa.date32()).to_pylist()
         groups: dict[tuple[str, str], list[int]] = {}
         for row, (day, stack) in enumerate(zip(days, table["stack"].to_pylist(), strict=True)):
@@ -235,8 +239,12 @@ class TraceStore:
         for (day, stack_id), rows in groups.items():
             time = table["started_at"][rows[0]].as_py().astimezone(UTC)
             path = self.root / f"day={day}" / f"stack_id={stack_id}" / f"{time:%H%M%S}-{name}.parquet"
-            _write_table(path, table.take(rows))
-            written.append(path)
+            kept = [row for row in rows if keep is None or keep[row]]
+            if kept:
+                write_table(path, table.take(kept))
+                written.append(path)
+            else:
+                path.unlink(missing_ok=True)
         return written
 
     def files(self) -> list[Path]:
@@ -254,6 +262,8 @@ class TraceStore:
         for path in self.files():
             try:
                 traces = list(read_parquet(path))
+            except FileNotFoundError:
+                continue  # Pruned or deleted meanwhile.
             except TraceError as error:
                 self._set_aside(path)
                 on_bad_file(path, str(error))
@@ -274,29 +284,33 @@ class TraceStore:
     def _set_aside(self, path: Path) -> None:
         quarantine = self.root / "quarantine"
         quarantine.mkdir(exist_ok=True)
-        path.rename(quarantine / path.name)
+        with suppress(FileNotFoundError):
+            path.rename(quarantine / path.name)
 
 
 def write_parquet(path: Path, traces: list[Trace]) -> None:
     """Write traces so that the file is whole or absent."""
-    _write_table(path, to_table(traces))
+    write_table(path, to_table(traces))
 
 
 def to_table(traces: list[Trace]) -> pa.Table:
     return pa.Table.from_pylist([t.to_row() for t in traces], schema=SCHEMA)
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table of traces so that the file is whole or absent."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
 def read_parquet(path: Path) -> Iterator[Trace]:
-    """Traces of one file. Raises TraceError if it is torn or holds something else."""
+    """Traces of one file. Raises TraceError if it is torn or holds something else, FileNotFoundError."""
     try:
         rows = pq.read_table(path, partitioning=None).to_pylist()  # pyright: ignore[reportArgumentType]
         yield from (Trace.from_row(row) for row in rows)
+    except FileNotFoundError:
+        raise
     except (pa.ArrowInvalid, OSError, TypeError, KeyError) as error:
         raise TraceError(f"{path} is not a readable trace file: {str(error).splitlines()[0]}") from None
 

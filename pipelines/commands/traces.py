@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from strop.pipelines.commands import upkeep
 from strop.serving.home import home, write_atomic
 
 if TYPE_CHECKING:
     from strop.serving.traces import Trace, TraceStore
 
-app = typer.Typer(help="Look at recorded requests and export them.", no_args_is_help=True)
+app = typer.Typer(help="Look at recorded requests, export and delete them.", no_args_is_help=True)
+app.command()(upkeep.delete)
 console = Console()
 complaints = Console(stderr=True)
 
@@ -31,9 +33,9 @@ def list_files(as_json: AsJson = False) -> None:
     for path in _store().files():
         day, stack = (part.partition("=")[2] for part in path.parts[-3:-1])
         group = groups.setdefault((day, stack), {"files": 0, "rows": 0, "bytes": 0})
-        group["files"] += 1
-        group["bytes"] += path.stat().st_size
         try:
+            group["bytes"] += path.stat().st_size
+            group["files"] += 1
             group["rows"] += pq.read_metadata(path).num_rows
         except (OSError, ValueError) as error:
             complaints.print(f"{path} cannot be read: {error}", markup=False)
