@@ -71,7 +71,7 @@ def carry_out(home: Path, wait_s: float = 30.0) -> Deleted:
             _forget_part(path, deleted, done)
         for path in _quarantined(root):
             _forget_quarantined(path, deleted, done)
-        with _idle_loops(home) as (loops, busy):
+        with idle_loops(home) as (loops, busy):
             for loop in loops:
                 _forget_loop(loop, deleted, done)
             done.left = (
@@ -141,9 +141,8 @@ def _forget_quarantined(path: Path, deleted: Tombstones, done: Deleted) -> None:
 
 
 def _forget_loop(loop: Path, deleted: Tombstones, done: Deleted) -> None:
-    for split in SPLITS:
-        for unfinished in loop.glob(f".{split}.*"):
-            shutil.rmtree(unfinished)
+    for half in (*loop.glob(".*/"), *loop.glob("*/.features.*/")):
+        shutil.rmtree(half)  # a selection that was never finished, or is half removed
     files = [file for split in SPLITS for file in (loop / split).glob("*.parquet")]
     if not any(_covered(file, deleted) for file in files):
         return
@@ -156,7 +155,7 @@ def _forget_loop(loop: Path, deleted: Tombstones, done: Deleted) -> None:
 
 
 @contextmanager
-def _idle_loops(home: Path) -> Iterator[tuple[list[Path], list[Path]]]:
+def idle_loops(home: Path) -> Iterator[tuple[list[Path], list[Path]]]:
     """The loops' folders that nobody uses, and those that a running loop may; none starts meanwhile.
 
     A loop that runs is the newest, since only the newest can be resumed.

@@ -22,6 +22,7 @@ from strop.serving.gateway import FULL_WEIGHT, ROUTERS, SLOTS, Gateway
 from strop.serving.home import write_atomic
 from strop.serving.process import Child, ProcessError, free_port
 from strop.serving.replica import ORPHAN_S, Replica, ReplicaStatus
+from strop.serving.retention import keep_bounded
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
@@ -94,6 +95,7 @@ class Fleet:
             self._take_over(known)
         self._save()
         threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=keep_bounded, args=(self.home, settings.retention), daemon=True).start()
 
     def add(self, stack_json: str, lease_s: float | None = None) -> str:
         """Start a Stack's replicas and routers without giving it traffic; returns a router's URL.

@@ -22,6 +22,13 @@ class CaptureSettings(Section):
     """How often the journal is turned into Parquet, which is when readers see the records."""
 
 
+class RetentionSettings(Section):
+    max_age_days: float | None = Field(default=None, gt=0)
+    """Longest time that what was said is kept: traces, and what loops froze or computed of them. None keeps all."""
+    max_gib: float | None = Field(default=50, gt=0)
+    """Size of the traces beyond which the oldest go, GiB; looked after every minute while a fleet runs."""
+
+
 class CanarySettings(Section):
     share: float = Field(default=0.25, gt=0, lt=1)
     """Share of sessions that the candidate serves during the canary."""
@@ -68,5 +75,7 @@ class ServingSettings(Section):
     """Address of a Ray cluster; none starts Ray on this machine for as long as the fleet runs."""
     capture: CaptureSettings = CaptureSettings()
     """How served requests are recorded."""
+    retention: RetentionSettings = RetentionSettings()
+    """How long traces are kept."""
     canary: CanarySettings = CanarySettings()
     """How a candidate proves itself on live sessions."""

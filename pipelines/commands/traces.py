@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at recorded requests, export and delete them.", no_args_is_help=True)
 app.command()(upkeep.delete)
+app.command()(upkeep.prune)
 console = Console()
 complaints = Console(stderr=True)
 

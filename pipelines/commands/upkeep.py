@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,9 @@ from strop.serving.home import home
 console = Console()
 complaints = Console(stderr=True)
 
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Configuration file (default: ./strop.yaml).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -51,3 +55,33 @@ def delete(
             complaints.print(f"Left: {left}", style="red", markup=False)
     if done.left:
         raise typer.Exit(1)
+
+
+def prune(
+    config: Config = None,
+    max_age_days: Annotated[
+        float | None, typer.Option(help="Days to keep, instead of serving.retention's.", min=0)
+    ] = None,
+    max_gib: Annotated[
+        float | None, typer.Option(help="GiB to keep, instead of serving.retention's.", min=0)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what is older or more than serving.retention allows, the oldest first; a running fleet does so itself."""
+    from strop.pipelines.settings import load_settings
+    from strop.serving.retention import prune as prune_traces
+
+    kept = load_settings(config).serving.retention
+    done = prune_traces(
+        home(),
+        kept.max_age_days if max_age_days is None else max_age_days,
+        kept.max_gib if max_gib is None else max_gib,
+    )
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+        return
+    console.print(
+        f"{done.files} files of {done.bytes / 2**20:.1f} MiB and the frozen traffic of {done.loops} loops removed; "
+        f"{done.kept_bytes / 2**20:.1f} MiB kept.",
+        markup=False,
+    )

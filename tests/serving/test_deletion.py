@@ -101,7 +101,7 @@ def everything(home: Path) -> set[str]:
     return set().union(*readable(home).values())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records, st.lists(victims, min_size=1, max_size=3))
 def test_nothing_of_the_deleted_is_left_and_the_rest_is_intact(tmp_path_factory, make_trace, chosen, deleted):
     home = tmp_path_factory.mktemp("home")
@@ -293,6 +293,7 @@ def test_writers_and_readers_at_work_meanwhile(tmp_path, make_trace):
     def read() -> None:
         while not over.is_set():
             list(TraceStore(root).scan(on_bad_file=lambda _, problem: problems.append(problem)))
+        problems.append("none")
 
     threads = [threading.Thread(target=write, args=(w, 1000 * i)) for i, w in enumerate(writers)]
     reader = threading.Thread(target=read)
@@ -313,7 +314,7 @@ def test_writers_and_readers_at_work_meanwhile(tmp_path, make_trace):
         writer.close()
     kept = [t for t in put if t.tenant not in untils or t.started_at > untils[t.tenant]]
     assert sorted(t.request_id for t in TraceStore(root).scan()) == sorted(t.request_id for t in kept)
-    assert not problems
+    assert problems == ["none"]
 
 
 def test_a_damaged_note_stops_everything_and_says_so(tmp_path, make_trace):
