@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from strop.serving.home import locked, sync_folder, write_atomic
 from strop.serving.journal import recover
 from strop.serving.tombstones import Tombstones, bury, epoch, read_tombstones, settle
-from strop.serving.traces import TraceStore, write_table
+from strop.serving.traces import TraceStore, read_table, write_table
 
 SPLITS = ("train", "heldout")
 _KEY = ["tenant", "session", "started_at"]
@@ -119,7 +118,7 @@ def _forget_part(path: Path, deleted: Tombstones, done: Deleted, keep_empty: boo
         elif not all(mask):
             done.records += len(mask) - sum(mask)
             if any(mask) or keep_empty:
-                table = pq.read_table(path, partitioning=None)
+                table = read_table(path)
                 write_table(path, table.filter(pa.array(mask, pa.bool_())))
                 done.files += 1
             else:
@@ -195,7 +194,7 @@ def _covered(path: Path, deleted: Tombstones) -> bool:
 def _keep_mask(path: Path, deleted: Tombstones) -> list[bool] | None:
     """For each row of a Parquet file whether it stays; None if the file is damaged. Raises OSError."""
     try:
-        return deleted.keep_mask(pq.read_table(path, columns=_KEY, partitioning=None))
+        return deleted.keep_mask(read_table(path, _KEY))
     except (pa.ArrowException, KeyError):
         return None
     except OSError as error:

@@ -1,8 +1,8 @@
 """How long traces are kept: no longer than so many days, and no more than so many GiB, the oldest going first.
 
-Files go whole; empty folders stay, since someone may be about to write into them. Their names carry the time of their first record, so that age needs no look inside,
-and a folder is measured anew only when something in it changed. Loops' frozen selections and hidden
-states follow the limit of age.
+Files go whole; empty folders stay, since someone may be about to write into them. Names carry the
+time of the first record, so that age needs no look inside, and a folder is measured anew only when
+something in it changed. Loops' frozen selections and hidden states follow the limit of age.
 """
 
 import logging
@@ -15,10 +15,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from strop.serving.deletion import SPLITS, carry_out, idle_loops, maintaining
 from strop.serving.settings import RetentionSettings
+from strop.serving.traces import read_table
 
 _EVERY_S = 60.0
 _GIB = 1 << 30
@@ -163,5 +163,5 @@ def _prune_loops(home: Path, oldest: datetime, done: Pruned) -> None:
 
 
 def _begins_before(file: Path, oldest: datetime) -> bool:
-    moments = pq.read_table(file, columns=["started_at"], partitioning=None)["started_at"].to_pylist()
+    moments = read_table(file, ["started_at"])["started_at"].to_pylist()
     return any(moment < oldest for moment in moments)

@@ -14,6 +14,12 @@ class Section(BaseModel):
 class CaptureSettings(Section):
     enabled: bool = True
     """Whether served requests are recorded as traces."""
+    content: bool = True
+    """Whether what was said is recorded; false keeps times, counts, parameters and statistics, and nothing to learn from."""
+    opted_out_tenants: tuple[str, ...] = ()
+    """Tenants that are served unrecorded, as is any request with the header `X-Strop-Capture: off`."""
+    sample_rate: float = Field(default=1.0, ge=0, le=1)
+    """Share of sessions that are recorded; failures, low acceptance and rare formats are recorded in any case."""
     queue_records: int = Field(default=4096, ge=1)
     """Records that may wait for the writer; more are dropped and counted, never waited for."""
     flush_s: float = Field(default=0.5, gt=0)

@@ -20,6 +20,9 @@ import pyarrow.parquet as pq
 
 from strop.serving.home import sync_folder, write_atomic
 
+WITHHELD = -1
+"""Stands in lists of token ids for a token that is not kept: numbers and places of tokens stay right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -27,7 +30,7 @@ class Choice:
 
     index: int
     token_ids: list[int]
-    """Every token the engine produced, the end-of-turn token included."""
+    """Every token the engine produced, the end-of-turn token included; `WITHHELD` where it is not kept."""
     text: str
     finish_reason: str | None
     tool_calls: str | None = None
@@ -69,7 +72,7 @@ class Trace:
     format: str | None
     """JSON of tools, tool_choice and response_format."""
     messages: str
-    """JSON of the chat messages, or of the text prompt."""
+    """JSON of the chat messages, or of the text prompt; empty where content is not kept."""
     prompt_token_ids: list[int]
     choices: list[Choice]
     status: int
@@ -82,6 +85,14 @@ class Trace:
     """Gaps between successive chunks of a stream; empty for answers that came whole."""
     cached_tokens: int | None = None
     speculation: Speculation | None = None
+    kept_for: str | None = None
+    """Why it was kept though its session was not in the sample: `failure`, `low acceptance`, `rare format`.
+    None for records of the sample, which alone say how traffic is on the whole."""
+
+    @property
+    def has_content(self) -> bool:
+        """Whether what was asked is kept."""
+        return bool(self.messages)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -152,6 +163,7 @@ SCHEMA = pa.schema(
                 ]
             ),
         ),
+        pa.field("kept_for", pa.string()),
     ],
     metadata={"strop.traces": "1"},
 )
@@ -271,7 +283,10 @@ class TraceStore:
             yield from (trace for trace in traces if where(trace))
 
     def since(self, moment: datetime, stack: str) -> Iterator[Trace]:
-        """Clients' traces of one Stack that started after `moment`, read from its recent files only."""
+        """Clients' traces of one Stack that started after `moment`, read from its recent files only.
+
+        Those that were kept for their interest are left out: rates and medians would be wrong by them.
+        """
         for path in self.root.glob(f"day=*/stack_id={stack[:16]}/*.parquet"):
             try:
                 if path.stat().st_mtime < moment.timestamp():
@@ -279,7 +294,11 @@ class TraceStore:
                 traces = list(read_parquet(path))
             except (OSError, TraceError):
                 continue  # scan() sets torn files aside; here the next look will do.
-            yield from (t for t in traces if t.started_at >= moment and t.tenant != PROBE_TENANT)
+            yield from (
+                t
+                for t in traces
+                if t.started_at >= moment and t.tenant != PROBE_TENANT and t.kept_for is None
+            )
 
     def _set_aside(self, path: Path) -> None:
         quarantine = self.root / "quarantine"
@@ -304,11 +323,15 @@ def write_table(path: Path, table: pa.Table) -> None:
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """The file alone, without columns made of the names of its folders."""
+    return pq.read_table(path, columns=columns, partitioning=None)  # pyright: ignore[reportArgumentType]
+
+
 def read_parquet(path: Path) -> Iterator[Trace]:
     """Traces of one file. Raises TraceError if it is torn or holds something else, FileNotFoundError."""
     try:
-        rows = pq.read_table(path, partitioning=None).to_pylist()  # pyright: ignore[reportArgumentType]
-        yield from (Trace.from_row(row) for row in rows)
+        yield from (Trace.from_row(row) for row in read_table(path).to_pylist())
     except FileNotFoundError:
         raise
     except (pa.ArrowInvalid, OSError, TypeError, KeyError) as error:

@@ -110,7 +110,8 @@ def export(
         _fail(f"{out} cannot be written: {error.strerror}.")
     left_out = len(traces) - len(lines)
     console.print(
-        f"{len(lines)} chats in {out}" + (f"; {left_out} failed or were not chats." if left_out else ".")
+        f"{len(lines)} chats in {out}"
+        + (f"; {left_out} failed, were not chats or hold no content." if left_out else ".")
     )
 
 
@@ -131,8 +132,8 @@ def selection(where: str) -> "Callable[[Trace], bool]":
 
 
 def chat_of(trace: "Trace") -> dict[str, Any] | None:
-    """The conversation with the first answer as its last message; None for failures and plain completions."""
-    if trace.endpoint != "chat" or trace.error or not trace.choices:
+    """The conversation with the first answer as its last message; None for failures, plain completions and no content."""
+    if trace.endpoint != "chat" or trace.error or not trace.choices or not trace.has_content:
         return None
     choice = trace.choices[0]
     answer: dict[str, Any] = {"role": "assistant", "content": choice.text}

@@ -2,6 +2,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from strop.serving.traces import TraceSet, TraceStore
 DAY = timedelta(days=1)
 
 
-def aged(make_trace, days: list[float], **changes):
+def aged(make_trace, days: Sequence[float], **changes):
     now = datetime.now(UTC)
     return [make_trace(n, started_at=now - d * DAY, **changes) for n, d in enumerate(days)]
 
@@ -76,7 +77,8 @@ def test_what_was_set_aside_counts_and_goes_by_when_it_was(tmp_path, make_trace)
     for name, age in (("old", 50), ("new", 0.5)):
         path = root / "quarantine" / f"{name}.torn"
         path.write_bytes(bytes(1000))
-        os.utime(path, (time.time() - age * 86400,) * 2)
+        then = time.time() - age * 86400
+        os.utime(path, (then, then))
     assert prune(tmp_path, None, (kept.stat().st_size + 1500) / 2**30).bytes == 1000
     assert [p.name for p in (root / "quarantine").iterdir()] == ["new.torn"] and kept.exists()
 
