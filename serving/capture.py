@@ -47,6 +47,8 @@ class CaptureConfig(CaptureSettings):
     """Folder of traces."""
     stack: str
     """Fingerprint of the Stack that serves."""
+    model: Path | None = None
+    """Folder of the model; redaction needs its tokenizer."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,8 @@ _complained = float("-inf")
 
 
 class Capture:
-    """Pure ASGI middleware. Raises ValueError at start if `STROP_CAPTURE` is missing or wrong."""
+    """Pure ASGI middleware. Raises ValueError at start if `STROP_CAPTURE` is missing or wrong, or redaction
+    is asked for and impossible."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         try:
@@ -82,7 +85,11 @@ class Capture:
         self.app = app
         self.interest = Interest()
         self.writer = TraceWriter(
-            self.config.root, self.config.queue_records, self.config.flush_s, self.config.roll_s
+            self.config.root,
+            self.config.queue_records,
+            self.config.flush_s,
+            self.config.roll_s,
+            _redactor(self.config),
         )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -256,6 +263,16 @@ class _Exchange:
         if not restore_chunk(chunk, self.request, self._fingerprint):
             return b""
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+
+def _redactor(config: CaptureConfig) -> Callable[[Trace], Trace] | None:
+    if not config.redact or not config.content:
+        return None
+    if config.model is None:
+        raise ValueError('STROP_CAPTURE asks to redact, and so must name the folder of the "model".')
+    from strop.serving.personal import Redactor
+
+    return Redactor(config.model)
 
 
 def _tenant(headers: dict[bytes, str]) -> str:

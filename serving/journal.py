@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from strop.serving.home import write_atomic
+from strop.serving.redaction import without_content
 from strop.serving.tombstones import Tombstones, epoch, read_tombstones
 from strop.serving.traces import SCHEMA, Trace, TraceStore
 
@@ -64,8 +66,17 @@ class Recovered:
 class TraceWriter:
     """Writes traces in a thread of its own. `put` never waits and never raises."""
 
-    def __init__(self, root: Path, queue_records: int = 4096, flush_s: float = 0.5, roll_s: float = 5.0):
+    def __init__(
+        self,
+        root: Path,
+        queue_records: int = 4096,
+        flush_s: float = 0.5,
+        roll_s: float = 5.0,
+        prepare: Callable[[Trace], Trace] | None = None,
+    ):
+        """`prepare` changes each record in the writer's thread, before any of it is on disk."""
         self.root = root
+        self._prepare = prepare
         self.counts = WriterCounts()
         self._queue_records, self._flush_s, self._roll_s = queue_records, flush_s, roll_s
         self._wake = threading.Condition()
@@ -105,6 +116,7 @@ class TraceWriter:
             due = [journal.due_at(self._flush_s, self._roll_s)] if journal else []
             due += [recover_at] if recover_at is not None else []
             batch, stopping = self._take(max(0.0, min(due) - time.monotonic()) if due else None)
+            batch = [self._prepared(trace) for trace in batch]
             if recover_at is not None and time.monotonic() >= recover_at:
                 try:
                     recover(self.root)
@@ -138,6 +150,13 @@ class TraceWriter:
                     journal = None
             if stopping:
                 return
+
+    def _prepared(self, trace: Trace) -> Trace:
+        try:
+            return self._prepare(trace) if self._prepare else trace
+        except Exception as error:
+            self._warn(error)
+            return without_content(trace)  # what could not be prepared must not be written as it is
 
     def _warn(self, error: Exception) -> None:
         if time.monotonic() - self._warned > _WARN_EVERY_S:

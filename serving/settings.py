@@ -16,6 +16,8 @@ class CaptureSettings(Section):
     """Whether served requests are recorded as traces."""
     content: bool = True
     """Whether what was said is recorded; false keeps times, counts, parameters and statistics, and nothing to learn from."""
+    redact: bool = False
+    """Whether e-mail addresses, telephone, social security and card numbers and IP addresses are masked before writing."""
     opted_out_tenants: tuple[str, ...] = ()
     """Tenants that are served unrecorded, as is any request with the header `X-Strop-Capture: off`."""
     sample_rate: float = Field(default=1.0, ge=0, le=1)

@@ -46,9 +46,9 @@ def test_turns_of_a_session_are_not_duplicates_but_those_of_another_are(make_tra
 @pytest.mark.parametrize("assistants", [1, 5])
 def test_a_system_prompt_that_many_share_does_not_make_duplicates(make_trace, assistants):
     systems = [words(1000) for _ in range(assistants)]
-    questions = [words(40) for _ in range(60)]
+    questions = [words(80) for _ in range(60)]
     prompts = [systems[n % assistants] + question for n, question in enumerate(questions)]
-    prompts += [prompts[3], systems[7 % assistants] + edited(questions[7], 0.025)]
+    prompts += [prompts[3], systems[7 % assistants] + edited(questions[7], 0.0125)]
     assert near_duplicates(asked(make_trace, prompts)) == {"r60", "r61"}
 
 
