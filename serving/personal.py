@@ -21,7 +21,8 @@ from tokenizers.decoders import DecodeStream
 from strop.serving.redaction import without_content
 from strop.serving.traces import WITHHELD, Trace
 
-KINDS = frozenset({"EMAIL", "PHONE", "SSN", "CREDIT_CARD", "IP_ADDRESS"})
+KINDS = ("SSN", "PHONE", "CREDIT_CARD", "IP_ADDRESS", "EMAIL")
+"""Where one text is of two kinds, the later is its mask."""
 _MOST_CHARACTERS = 1 << 20
 # A pattern is matched with the interpreter's lock held: by pieces, the server's thread gets its turn.
 _PIECE = 1024
@@ -40,7 +41,8 @@ class Redactor:
                 f"Redaction needs {path} to tell which tokens a text became: {error}. "
                 "Add it, or set serving.capture.redact to false."
             ) from None
-        self._find = RegexAnnotator()
+        patterns = RegexAnnotator().patterns
+        self._patterns = {kind: patterns[kind] for kind in KINDS}
 
     def __call__(self, trace: Trace) -> Trace:
         """The record without personal data; without any content if it is too long to be searched."""
@@ -87,8 +89,9 @@ class Redactor:
         found: dict[str, str] = {}
         for text in dict.fromkeys(texts):
             for start in range(0, max(1, len(text) - _OVERLAP), _PIECE - _OVERLAP):
-                _, result = self._find.annotate_with_spans(text[start : start + _PIECE])
-                found.update({span.text: span.label for span in result.spans if span.label in KINDS})
+                piece = text[start : start + _PIECE]
+                for kind, pattern in self._patterns.items():
+                    found.update({match[0]: kind for match in pattern.finditer(piece)})
                 time.sleep(0)
         return found
 

@@ -128,31 +128,19 @@ def test_a_text_far_too_long_keeps_no_content(redactor, make_trace):
     assert not redactor(make_trace(messages=json.dumps("x" * (1 << 21)))).has_content
 
 
-@pytest.mark.parametrize(
-    "text", ["!" * 300_000, "a@" * 150_000, "1 " * 150_000, "a." * 150_000 + "@", "x" * 300_000]
-)
-def test_no_text_holds_the_interpreter_for_long(redactor, make_trace, text):
-    """Where a pattern is slow on what a client sends, other threads still get their turn."""
-    import threading
+@pytest.mark.parametrize("text", ["!" * 20_000, "a@" * 9000, "1 " * 9000, "a." * 9000 + "@", "(555) " * 3000])
+def test_no_text_makes_a_pattern_slow(redactor, text):
+    """What a client sends cannot hold the interpreter: searching four times as much takes about four times as long."""
 
-    worst, over = 0.0, threading.Event()
+    def seconds(length: int) -> float:
+        times = []
+        for _ in range(3):
+            started = time.thread_time()
+            redactor._values([text[:length]])
+            times.append(time.thread_time() - started)
+        return min(times)
 
-    def watch() -> None:
-        nonlocal worst
-        before = time.thread_time(), time.perf_counter()
-        while not over.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            worst, before = max(worst, now - before[1]), (0.0, now)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    started = time.perf_counter()
-    redactor._values([text])
-    print(f"{time.perf_counter() - started:.2f} s, longest wait {worst * 1e3:.1f} ms")
-    over.set()
-    watcher.join()
-    assert worst < 0.25
+    assert seconds(16_000) < 8 * seconds(4_000) + 0.02
 
 
 def test_the_writer_redacts_before_anything_is_on_disk(redactor, tokenizer, make_trace, tmp_path):
