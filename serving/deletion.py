@@ -1,8 +1,9 @@
 """Deleting what was recorded of a tenant or a session, wherever strop keeps it.
 
 A deletion is noted first (`tombstones`) and carried out then, so that one that was killed anywhere
-is completed by the next. It goes through the journals, the Parquet parts, the quarantine, and the
-loops' frozen selections with the hidden states computed from them, and looks again at the end.
+is completed by the next. It goes through the journals, the Parquet parts, the quarantine, named
+datasets, and the loops' frozen selections with the hidden states computed from them, and looks
+again at the end. Whoever makes a selection outside of a loop holds `tombstones.epoch` meanwhile.
 What was learned (drafts, Stacks) and measured (verdicts, which name sessions) stays.
 """
 
@@ -65,11 +66,13 @@ def carry_out(home: Path, wait_s: float = 30.0) -> Deleted:
             time.sleep(0.1)
             recover(root)
         with epoch(root, shared=False):
-            _sweep(root)
+            _sweep(home)
         for path in TraceStore(root).files():
             _forget_part(path, deleted, done)
         for path in _quarantined(root):
             _forget_quarantined(path, deleted, done)
+        for path in _datasets(home):
+            _forget_part(path, deleted, done, keep_empty=True)
         with idle_loops(home) as (loops, busy):
             for loop in loops:
                 _forget_loop(loop, deleted, done)
@@ -78,7 +81,7 @@ def carry_out(home: Path, wait_s: float = 30.0) -> Deleted:
                     f"{p}: its writer did not end it within {wait_s:g} s"
                     for p in before & set(_journals(root))
                 ),
-                *(str(p) for p in _still_there(root, loops, deleted)),
+                *(str(p) for p in _still_there(home, loops, deleted)),
                 *(f"{p}: the loop that runs may use it; run this again when it has ended" for p in busy),
             )
         if not done.left:
@@ -101,11 +104,17 @@ def _quarantined(root: Path) -> list[Path]:
     return sorted(p for p in (root / "quarantine").glob("*") if p.is_file())
 
 
-def _sweep(root: Path) -> None:
+def _datasets(home: Path) -> list[Path]:
+    return sorted((home / "datasets").glob("[!.]*/*/*.parquet"))
+
+
+def _sweep(home: Path) -> None:
     """Remove what writers left that were killed in the act; no file is being written meanwhile."""
     for pattern in ("day=*/stack_id=*/.*", "quarantine/.*"):
-        for path in root.glob(pattern):
+        for path in (home / "traces").glob(pattern):
             path.unlink(missing_ok=True)
+    for half in (home / "datasets").glob(".*/"):
+        shutil.rmtree(half)
 
 
 def _forget_part(path: Path, deleted: Tombstones, done: Deleted, keep_empty: bool = False) -> None:
@@ -171,13 +180,14 @@ def _loops(home: Path) -> list[Path]:
     return sorted(p for p in (home / "loops").glob("*") if p.is_dir())
 
 
-def _still_there(root: Path, loops: Iterable[Path], deleted: Tombstones) -> Iterator[Path]:
+def _still_there(home: Path, loops: Iterable[Path], deleted: Tombstones) -> Iterator[Path]:
     """Files in which a second look finds covered records.
 
     Not the journals: one that began since the deletion was noted holds none.
     """
     frozen = (f for loop in loops for split in SPLITS for f in (loop / split).glob("*.parquet"))
-    for path in (*TraceStore(root).files(), *frozen, *_quarantined(root)):
+    root = home / "traces"
+    for path in (*TraceStore(root).files(), *_datasets(home), *frozen, *_quarantined(root)):
         with suppress(FileNotFoundError):
             if _covered(path, deleted):
                 yield path

@@ -7,7 +7,7 @@ count: two questions to the same assistant are not duplicates.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
 import numpy as np
 from datasketch import MinHash, MinHashLSH
@@ -38,7 +38,7 @@ def near_duplicates(
     common = max(_COMMON_SESSIONS, _COMMON_SHARE * sessions)
     # Candidates are checked, so it matters more that none is missed.
     index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS, weights=(0.1, 0.9))
-    known: OrderedDict[int, tuple[tuple[str, str], MinHash]] = OrderedDict()
+    known: OrderedDict[Hashable, tuple[tuple[str, str], MinHash]] = OrderedDict()
     duplicates: set[str] = set()
     for number, (trace, shingles) in enumerate(_shingled(traces)):
         own = shingles[counts[shingles % _BUCKETS] <= common]

@@ -604,3 +604,18 @@ def test_a_sample_keeps_sessions_whole_and_what_is_of_interest(client, monkeypat
     for trace in found:
         assert trace.kept_for == (None if in_sample("default", trace.session, 0.3) else "failure")
     assert capture.counts.sampled_out == 120 - len(ordinary) and capture.counts.errors == 0
+
+
+def test_redaction_needs_a_model_and_masks_what_is_recorded(client, monkeypatch, tmp_path, tiny_model):
+    case = CASES["chat whole"]
+    with pytest.raises(ValueError, match="must name the folder"):
+        configured(client, monkeypatch, tmp_path, engine_for(case), redact=True)
+    with pytest.raises(ValueError, match=r"Redaction needs .*tokenizer\.json"):
+        configured(client, monkeypatch, tmp_path, engine_for(case), redact=True, model=str(tmp_path))
+    engine = engine_for(case)
+    one = configured(client, monkeypatch, tmp_path, engine, redact=True, model=str(tiny_model))
+    request = {**case["request"], "messages": [{"role": "user", "content": "I am ada@example.org"}]}
+    one.post(case["path"], request)
+    assert json.loads(engine.bodies[0])["messages"] == request["messages"], "the engine is told everything"
+    (trace,) = one.traces()
+    assert json.loads(trace.messages) == [{"role": "user", "content": "I am [EMAIL]"}]

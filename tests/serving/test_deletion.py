@@ -62,6 +62,8 @@ def build(home: Path, placed: list[tuple[str, Trace]]) -> None:
         elif place == "torn":
             (root / "quarantine").mkdir(parents=True, exist_ok=True)
             (root / "quarantine" / "x.torn").write_bytes(b"\n".join(orjson.dumps(t)[:-9] for t in some))
+        elif place == "dataset":
+            TraceSet.create(home / "datasets" / "mine" / "train", some)
         else:
             TraceSet.create(home / "loops" / place, some)
             features = home / "loops" / place.split("/")[0] / "speculator" / "features" / "model"
@@ -71,7 +73,16 @@ def build(home: Path, placed: list[tuple[str, Trace]]) -> None:
             )
 
 
-PLACES = ("part", "journal", "quarantined part", "torn", "loop-1/train", "loop-1/heldout", "loop-2/train")
+PLACES = (
+    "part",
+    "journal",
+    "quarantined part",
+    "torn",
+    "dataset",
+    "loop-1/train",
+    "loop-1/heldout",
+    "loop-2/train",
+)
 records = st.lists(
     st.tuples(st.sampled_from(PLACES), st.sampled_from(NAMES), st.sampled_from(NAMES)),
     min_size=1,
@@ -120,7 +131,7 @@ def test_nothing_of_the_deleted_is_left_and_the_rest_is_intact(tmp_path_factory,
     store = list(TraceStore(home / "traces").scan())
     expected = [t for place, t in placed if place in ("part", "journal") and not is_deleted(t)]
     assert sorted(store, key=repr) == sorted(expected, key=repr)
-    for place in PLACES[4:]:
+    for place in PLACES[5:]:
         if any(p == place for p, _ in placed):
             kept = [t for p, t in placed if p == place and not is_deleted(t)]
             assert list(TraceSet(home / "loops" / place)) == kept
@@ -199,8 +210,10 @@ def test_leftovers_of_killed_writers_go(tmp_path, make_trace):
     half.write_bytes(b"SECRET-0-0-0.")
     unfinished = tmp_path / "loops" / "loop-1" / ".train.abcd1234"
     write_parquet(unfinished / "part-00000.parquet", [make_trace(2, tenant="ann")])
+    unnamed = tmp_path / "datasets" / ".mine.abcd1234" / "train"
+    write_parquet(unnamed / "part-00000.parquet", [make_trace(3, tenant="ann")])
     assert not delete(tmp_path, "ann", None).left
-    assert part.exists() and not half.exists() and not unfinished.exists()
+    assert part.exists() and not half.exists() and not unfinished.exists() and not unnamed.exists()
 
 
 def test_damaged_files_are_removed_since_nobody_can_tell_whose_they_are(tmp_path, make_trace):
