@@ -21,6 +21,9 @@ from strop.serving.home import locked, write_atomic
 from strop.serving.traces import Trace
 
 
+_EVER = datetime.min.replace(tzinfo=UTC)
+
+
 class TombstoneError(OSError):
     """`deletions.json` cannot be understood; nothing is written until it can, since it may cover anything."""
 
@@ -78,8 +81,15 @@ class Tombstones:
 
     def keep_mask(self, table: pa.Table) -> list[bool]:
         """For each row of a table of traces, whether it stays."""
-        columns = (table[name].to_pylist() for name in ("tenant", "session", "started_at"))
-        return [not self.cover(*row) for row in zip(*columns, strict=True)]
+        tenants, sessions = table["tenant"].to_pylist(), table["session"].to_pylist()
+        known = {pair for pair in set(zip(tenants, sessions, strict=True)) if self.cover(*pair, _EVER)}
+        if not known:
+            return [True] * table.num_rows
+        rows = zip(tenants, sessions, table["started_at"].to_pylist(), strict=True)
+        return [
+            (tenant, session) not in known or not self.cover(tenant, session, at)
+            for tenant, session, at in rows
+        ]
 
 
 def epoch(root: Path, shared: bool = True) -> AbstractContextManager[None]:

@@ -325,7 +325,8 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """The file alone, without columns made of the names of its folders."""
-    return pq.read_table(path, columns=columns, partitioning=None)  # pyright: ignore[reportArgumentType]
+    with pq.ParquetFile(path) as file:
+        return file.read(columns, use_threads=False)
 
 
 def read_parquet(path: Path) -> Iterator[Trace]:
