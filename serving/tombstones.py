@@ -20,7 +20,6 @@ import pyarrow as pa
 from strop.serving.home import locked, write_atomic
 from strop.serving.traces import Trace
 
-
 _EVER = datetime.min.replace(tzinfo=UTC)
 
 
