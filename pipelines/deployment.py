@@ -122,7 +122,7 @@ def checker(champion: Stack, candidate: Stack, traces: Iterable[Trace]) -> Calla
     """A check for `roll_out`: a few of the requests in `traces` must be answered alike (none: nothing to compare)."""
 
     def check(champion_url: str, candidate_url: str) -> list[str]:
-        if not any(True for _ in traces):
+        if not any(trace.has_content for trace in traces):
             return []
         agreement = asyncio.run(outputs_agree(champion, champion_url, candidate, candidate_url, traces))
         different = agreement.losslessness.different if agreement.losslessness else 0
@@ -140,6 +140,6 @@ def warm_prompts(traces: Iterable[Trace], limit: int = 8) -> list[dict[str, Any]
     """Chat bodies whose prompts begin as the newest sessions' do, one for each distinct beginning."""
     seen: dict[str, dict[str, Any]] = {}
     for trace in traces:
-        if trace.endpoint == "chat":
+        if trace.endpoint == "chat" and trace.has_content:
             seen.setdefault(trace.messages[:4096], {"messages": json.loads(trace.messages)})
     return list(seen.values())[-limit:]

@@ -149,6 +149,8 @@ class _Loop:
             )
         )
         train, heldout = split_by_session(traces, self.settings.loop.heldout_share)
+        # What was kept for its interest teaches, and would make the judge see another traffic than there is.
+        heldout = [t for t in heldout if t.kept_for is None]
         needed = self.settings.loop.min_requests
         output: dict[str, Any] = {
             "requests": len(traces),
@@ -364,7 +366,9 @@ def _one_at_a_time(home: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LoopError(f"Another loop is running with {home}. `strop loop status` shows it.") from None
+            raise LoopError(
+                f"Another loop is running with {home} (`strop loop status` shows it), or traces are being deleted."
+            ) from None
         yield
     finally:
         os.close(fd)

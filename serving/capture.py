@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,9 @@ import orjson
 from pydantic import ValidationError
 
 from strop.serving.capture_metrics import publish
+from strop.serving.interest import Interest, in_sample
 from strop.serving.journal import TraceWriter
+from strop.serving.redaction import without_content
 from strop.serving.settings import CaptureSettings
 from strop.serving.sse import EventSplitter, payload
 from strop.serving.traces import Trace
@@ -46,6 +48,8 @@ class CaptureConfig(CaptureSettings):
     """Folder of traces."""
     stack: str
     """Fingerprint of the Stack that serves."""
+    model: Path | None = None
+    """Folder of the model; redaction needs its tokenizer."""
 
 
 @dataclass(slots=True)
@@ -55,6 +59,10 @@ class Counts:
     recorded: int = 0
     passed_untouched: int = 0
     """Requests for text that could not be recorded: too large, not JSON, an echo of the prompt."""
+    opted_out: int = 0
+    """Requests that were not to be recorded."""
+    sampled_out: int = 0
+    """Records of sessions outside the sample that were of no interest."""
     errors: int = 0
     """Failures of capture itself, each of which cost a record or left an answer unedited."""
 
@@ -64,7 +72,8 @@ _complained = float("-inf")
 
 
 class Capture:
-    """Pure ASGI middleware. Raises ValueError at start if `STROP_CAPTURE` is missing or wrong."""
+    """Pure ASGI middleware. Raises ValueError at start if `STROP_CAPTURE` is missing or wrong, or redaction
+    is asked for and impossible."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         try:
@@ -75,8 +84,13 @@ class Capture:
                 f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
             ) from None
         self.app = app
+        self.interest = Interest()
         self.writer = TraceWriter(
-            self.config.root, self.config.queue_records, self.config.flush_s, self.config.roll_s
+            self.config.root,
+            self.config.queue_records,
+            self.config.flush_s,
+            self.config.roll_s,
+            _redactor(self.config),
         )
         _guarded(publish, None, counts, self.writer.counts)
 
@@ -93,6 +107,10 @@ class Capture:
         if scope["method"] != "POST" or scope["path"] not in ENDPOINTS or not self.config.enabled:
             await self.app(scope, receive, send)
             return
+        if self._opted_out(headers):
+            counts.opted_out += 1
+            await self.app(scope, receive, send)
+            return
         body, again = await _read_body(headers, receive)
         exchange = _guarded(_Exchange.begin, None, scope, headers, request_id, body, send) if body else None
         if exchange is None:
@@ -100,6 +118,10 @@ class Capture:
             await self.app(scope, again, send)
             return
         await self._record(exchange, receive)
+
+    def _opted_out(self, headers: dict[bytes, str]) -> bool:
+        off = headers.get(b"x-strop-capture", "").strip().lower() == "off"
+        return off or _tenant(headers) in self.config.opted_out_tenants
 
     async def _record(self, exchange: "_Exchange", receive: Receive) -> None:
         try:
@@ -117,7 +139,13 @@ class Capture:
         if exchange.unauthorised:
             return
         for trace in exchange.traces(self.config.stack):
-            counts.recorded += self.writer.put(trace)
+            reason = self.interest.of(trace) if self.config.sample_rate < 1 else None
+            if not in_sample(trace.tenant, trace.session, self.config.sample_rate):
+                if reason is None:
+                    counts.sampled_out += 1
+                    continue
+                trace = replace(trace, kept_for=reason)
+            counts.recorded += self.writer.put(trace if self.config.content else without_content(trace))
 
 
 class _Exchange:
@@ -143,7 +171,7 @@ class _Exchange:
         request = Request.parse(scope["path"], body, headers.get(b"x-strop-metrics") == "1")
         arrival = Arrival(
             request_id=request_id,
-            tenant=headers.get(b"x-strop-tenant", "")[:256] or "default",
+            tenant=_tenant(headers),
             session=headers.get(b"x-session-id", "")[:256] or request_id,
             at=datetime.now(UTC),
             clock=time.perf_counter(),
@@ -237,6 +265,20 @@ class _Exchange:
         if not restore_chunk(chunk, self.request, self._fingerprint):
             return b""
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+
+def _redactor(config: CaptureConfig) -> Callable[[Trace], Trace] | None:
+    if not config.redact or not config.content:
+        return None
+    if config.model is None:
+        raise ValueError('STROP_CAPTURE asks to redact, and so must name the folder of the "model".')
+    from strop.serving.personal import Redactor
+
+    return Redactor(config.model)
+
+
+def _tenant(headers: dict[bytes, str]) -> str:
+    return headers.get(b"x-strop-tenant", "")[:256] or "default"
 
 
 async def _read_body(headers: dict[bytes, str], receive: Receive) -> tuple[bytes | None, Receive]:

@@ -24,6 +24,7 @@ from strop.serving.monitoring import keep_targets, target
 from strop.serving.pool import Pool, PoolStatus, end, status_of
 from strop.serving.process import ProcessError
 from strop.serving.replica import NAMESPACE, ORPHAN_S, Replica
+from strop.serving.retention import keep_bounded
 from strop.serving.router import set_workers, wait_until_idle
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
@@ -63,6 +64,7 @@ class Fleet:
         self._save()
         threading.Thread(target=keep_targets, args=(self.run, self.targets), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=keep_bounded, args=(Path(home), settings.retention), daemon=True).start()
 
     def add(self, stack_json: str, lease_s: float | None = None) -> str:
         """Start a Stack's replicas and routers without giving it traffic; returns a router's URL.

@@ -1,7 +1,10 @@
-"""Where strop keeps its files, and the two ways it may write them."""
+"""Where strop keeps its files, and how it writes and locks them."""
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -34,5 +37,20 @@ def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
+    """Hold the advisory lock of the file `path`, which is made if need be; a process that dies lets go.
+
+    Raises BlockingIOError if someone else holds it and `wait` is False, OSError if there can be no file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        yield
     finally:
         os.close(fd)

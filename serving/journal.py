@@ -4,7 +4,8 @@ A record is in the journal (`root/journal/*.jsonl`) as soon as the writer's thre
 so survives a process that is killed; it is synced to the device at most `flush_s` later. A journal
 is locked while its writer lives. One whose lock is free belongs to a dead process and is recovered
 into Parquet by whoever looks next. The Parquet files of a journal are named after it, so turning
-the same journal into Parquet twice writes the same files twice.
+the same journal into Parquet twice writes the same files twice. Records that were deleted
+(`tombstones`) go into neither, and a living writer ends its journal when it hears of a deletion.
 """
 
 import atexit
@@ -15,6 +16,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +26,15 @@ import pyarrow as pa
 import pyarrow.json
 
 from strop.serving.home import write_atomic
+from strop.serving.redaction import without_content
+from strop.serving.tombstones import Tombstones, epoch, read_tombstones
 from strop.serving.traces import SCHEMA, Trace, TraceStore
 
 _ROLL_RECORDS = 1_000
 _ROLL_BYTES = 64 << 20
 _QUEUE_BYTES = 256 << 20
 _RETRY_S = 1.0
+_LISTEN_S = 1.0
 _WARN_EVERY_S = 60.0
 
 logger = logging.getLogger(__name__)
@@ -45,6 +50,8 @@ class WriterCounts:
     """Turned away because the queue was full."""
     failed: int = 0
     """Lost because the disk refused them."""
+    deleted: int = 0
+    """Of tenants and sessions that were deleted while they waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,17 @@ class Recovered:
 class TraceWriter:
     """Writes traces in a thread of its own. `put` never waits and never raises."""
 
-    def __init__(self, root: Path, queue_records: int = 4096, flush_s: float = 0.5, roll_s: float = 5.0):
+    def __init__(
+        self,
+        root: Path,
+        queue_records: int = 4096,
+        flush_s: float = 0.5,
+        roll_s: float = 5.0,
+        prepare: Callable[[Trace], Trace] | None = None,
+    ):
+        """`prepare` changes each record in the writer's thread, before any of it is on disk."""
         self.root = root
+        self._prepare = prepare
         self.counts = WriterCounts()
         self._queue_records, self._flush_s, self._roll_s = queue_records, flush_s, roll_s
         self._wake = threading.Condition()
@@ -100,6 +116,7 @@ class TraceWriter:
             due = [journal.due_at(self._flush_s, self._roll_s)] if journal else []
             due += [recover_at] if recover_at is not None else []
             batch, stopping = self._take(max(0.0, min(due) - time.monotonic()) if due else None)
+            batch = [self._prepared(trace) for trace in batch]
             if recover_at is not None and time.monotonic() >= recover_at:
                 try:
                     recover(self.root)
@@ -111,12 +128,16 @@ class TraceWriter:
                 if batch and journal is None:
                     journal = _Journal.create(self.root)
                 if journal:
-                    written = journal.write(batch)
+                    with epoch(self.root):
+                        deleted = read_tombstones(self.root)
+                        kept = deleted.kept(batch)
+                        written = journal.write(kept)
                     self.counts.written += written
-                    self.counts.failed += len(batch) - written
+                    self.counts.deleted += len(batch) - len(kept)
+                    self.counts.failed += len(kept) - written
                     batch = []
                     journal.sync_if_due(self._flush_s)
-                    if stopping or journal.is_full(self._roll_s):
+                    if stopping or journal.is_full(self._roll_s) or deleted != journal.deleted:
                         journal.roll(self.root)
                         journal = None
             except (OSError, pa.ArrowException) as error:
@@ -129,6 +150,13 @@ class TraceWriter:
                     journal = None
             if stopping:
                 return
+
+    def _prepared(self, trace: Trace) -> Trace:
+        try:
+            return self._prepare(trace) if self._prepare else trace
+        except Exception as error:
+            self._warn(error)
+            return without_content(trace)  # what could not be prepared must not be written as it is
 
     def _warn(self, error: Exception) -> None:
         if time.monotonic() - self._warned > _WARN_EVERY_S:
@@ -145,14 +173,17 @@ class TraceWriter:
 class _Journal:
     """One locked file of JSON lines."""
 
-    def __init__(self, path: Path, fd: int):
+    def __init__(self, path: Path, fd: int, deleted: Tombstones):
         self.path, self.fd = path, fd
+        self.deleted = deleted
+        """What was deleted before it began."""
         self.started = self.synced = time.monotonic()
         self.records = self.bytes = 0
         self.dirty = False
 
     @classmethod
     def create(cls, root: Path) -> "_Journal":
+        deleted = read_tombstones(root)
         path = root / "journal" / f"{uuid.uuid4().hex}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
@@ -165,7 +196,7 @@ class _Journal:
             os.close(fd)
             temporary.unlink(missing_ok=True)
             raise
-        return cls(path, fd)
+        return cls(path, fd, deleted)
 
     def write(self, traces: list[Trace]) -> int:
         """Append the records that JSON can hold, all or none; returns their number. Raises OSError."""
@@ -194,8 +225,8 @@ class _Journal:
         return old or self.records >= _ROLL_RECORDS or self.bytes >= _ROLL_BYTES
 
     def due_at(self, flush_s: float, roll_s: float) -> float:
-        """When the journal wants to be synced or rolled, on the monotonic clock."""
-        due = self.started + roll_s
+        """When the journal wants to be synced, rolled or told of deletions, on the monotonic clock."""
+        due = min(self.started + roll_s, time.monotonic() + _LISTEN_S)
         return min(due, self.synced + flush_s) if self.dirty else due
 
     def roll(self, root: Path) -> None:
@@ -248,9 +279,11 @@ def _to_parquet(root: Path, journal: Path) -> Recovered:
         table, torn = _table(data), []
     except pa.ArrowInvalid:
         table, torn = _whole_lines(data)
-    if torn:
-        write_atomic(root / "quarantine" / f"{journal.stem}.torn", b"\n".join(torn))
-    TraceStore(root).append_table(table, journal.stem)
+    with epoch(root):
+        deleted = read_tombstones(root)
+        TraceStore(root).append_table(table, journal.stem, deleted.keep_mask(table) if deleted else None)
+        if kept := [line for line in torn if not deleted.may_cover_line(line)]:
+            write_atomic(root / "quarantine" / f"{journal.stem}.torn", b"\n".join(kept))
     return Recovered(table.num_rows, len(torn))
 
 

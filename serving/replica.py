@@ -68,6 +68,7 @@ class Replica:
         configuration = {
             "root": str(self.home / "traces"),
             "stack": self.stack.fingerprint,
+            "model": self.stack.model.location,
             **capture.model_dump(exclude={"enabled"}),
         }
         self.child = Child.start(

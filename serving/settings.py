@@ -14,12 +14,27 @@ class Section(BaseModel):
 class CaptureSettings(Section):
     enabled: bool = True
     """Whether served requests are recorded as traces."""
+    content: bool = True
+    """Whether what was said is recorded; false keeps times, counts, parameters and statistics, and nothing to learn from."""
+    redact: bool = False
+    """Whether e-mail addresses, telephone, social security and card numbers and IP addresses are masked before writing."""
+    opted_out_tenants: tuple[str, ...] = ()
+    """Tenants that are served unrecorded, as is any request with the header `X-Strop-Capture: off`."""
+    sample_rate: float = Field(default=1.0, ge=0, le=1)
+    """Share of sessions that are recorded; failures, low acceptance and rare formats are recorded in any case."""
     queue_records: int = Field(default=4096, ge=1)
     """Records that may wait for the writer; more are dropped and counted, never waited for."""
     flush_s: float = Field(default=0.5, gt=0)
     """Longest time a finished record stays in memory before it is in the journal on disk."""
     roll_s: float = Field(default=5.0, gt=0)
     """How often the journal is turned into Parquet, which is when readers see the records."""
+
+
+class RetentionSettings(Section):
+    max_age_days: float | None = Field(default=None, gt=0)
+    """Longest time that what was said is kept: traces, and what loops froze or computed of them. None keeps all."""
+    max_gib: float | None = Field(default=50, gt=0)
+    """Size of the traces beyond which the oldest go, GiB; looked after every minute while a fleet runs."""
 
 
 class CanarySettings(Section):
@@ -87,5 +102,7 @@ class ServingSettings(Section):
     """Who may send requests, and how many."""
     capture: CaptureSettings = CaptureSettings()
     """How served requests are recorded."""
+    retention: RetentionSettings = RetentionSettings()
+    """How long traces are kept."""
     canary: CanarySettings = CanarySettings()
     """How a candidate proves itself on live sessions."""

@@ -9,6 +9,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,9 @@ import pyarrow.parquet as pq
 
 from strop.serving.home import sync_folder, write_atomic
 
+WITHHELD = -1
+"""Stands in lists of token ids for a token that is not kept: numbers and places of tokens stay right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -26,7 +30,7 @@ class Choice:
 
     index: int
     token_ids: list[int]
-    """Every token the engine produced, the end-of-turn token included."""
+    """Every token the engine produced, the end-of-turn token included; `WITHHELD` where it is not kept."""
     text: str
     finish_reason: str | None
     tool_calls: str | None = None
@@ -68,7 +72,7 @@ class Trace:
     format: str | None
     """JSON of tools, tool_choice and response_format."""
     messages: str
-    """JSON of the chat messages, or of the text prompt."""
+    """JSON of the chat messages, or of the text prompt; empty where content is not kept."""
     prompt_token_ids: list[int]
     choices: list[Choice]
     status: int
@@ -81,6 +85,14 @@ class Trace:
     """Gaps between successive chunks of a stream; empty for answers that came whole."""
     cached_tokens: int | None = None
     speculation: Speculation | None = None
+    kept_for: str | None = None
+    """Why it was kept though its session was not in the sample: `failure`, `low acceptance`, `rare format`.
+    None for records of the sample, which alone say how traffic is on the whole."""
+
+    @property
+    def has_content(self) -> bool:
+        """Whether what was asked is kept."""
+        return bool(self.messages)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -151,6 +163,7 @@ SCHEMA = pa.schema(
                 ]
             ),
         ),
+        pa.field("kept_for", pa.string()),
     ],
     metadata={"strop.traces": "1"},
 )
@@ -225,8 +238,11 @@ class TraceStore:
         """Write one Parquet file for each day and Stack among `traces`; returns the new files."""
         return self.append_table(to_table(traces), uuid.uuid4().hex)
 
-    def append_table(self, table: pa.Table, name: str) -> list[Path]:
-        """The same for a table of `SCHEMA`. The same table under the same name replaces its own files."""
+    def append_table(self, table: pa.Table, name: str, keep: list[bool] | None = None) -> list[Path]:
+        """The same for a table of `SCHEMA`. The same table under the same name replaces its own files.
+
+        Rows for which `keep` is False are left out; the names are those that the whole table has.
+        """
         days = table["started_at"].cast(pa.timestamp("us")).cast(pa.date32()).to_pylist()
         groups: dict[tuple[str, str], list[int]] = {}
         for row, (day, stack) in enumerate(zip(days, table["stack"].to_pylist(), strict=True)):
@@ -235,8 +251,12 @@ class TraceStore:
         for (day, stack_id), rows in groups.items():
             time = table["started_at"][rows[0]].as_py().astimezone(UTC)
             path = self.root / f"day={day}" / f"stack_id={stack_id}" / f"{time:%H%M%S}-{name}.parquet"
-            _write_table(path, table.take(rows))
-            written.append(path)
+            kept = [row for row in rows if keep is None or keep[row]]
+            if kept:
+                write_table(path, table.take(kept))
+                written.append(path)
+            else:
+                path.unlink(missing_ok=True)
         return written
 
     def files(self) -> list[Path]:
@@ -254,6 +274,8 @@ class TraceStore:
         for path in self.files():
             try:
                 traces = list(read_parquet(path))
+            except FileNotFoundError:
+                continue  # Pruned or deleted meanwhile.
             except TraceError as error:
                 self._set_aside(path)
                 on_bad_file(path, str(error))
@@ -261,7 +283,10 @@ class TraceStore:
             yield from (trace for trace in traces if where(trace))
 
     def since(self, moment: datetime, stack: str) -> Iterator[Trace]:
-        """Clients' traces of one Stack that started after `moment`, read from its recent files only."""
+        """Clients' traces of one Stack that started after `moment`, read from its recent files only.
+
+        Those that were kept for their interest are left out: rates and medians would be wrong by them.
+        """
         for path in self.root.glob(f"day=*/stack_id={stack[:16]}/*.parquet"):
             try:
                 if path.stat().st_mtime < moment.timestamp():
@@ -269,34 +294,47 @@ class TraceStore:
                 traces = list(read_parquet(path))
             except (OSError, TraceError):
                 continue  # scan() sets torn files aside; here the next look will do.
-            yield from (t for t in traces if t.started_at >= moment and t.tenant != PROBE_TENANT)
+            yield from (
+                t
+                for t in traces
+                if t.started_at >= moment and t.tenant != PROBE_TENANT and t.kept_for is None
+            )
 
     def _set_aside(self, path: Path) -> None:
         quarantine = self.root / "quarantine"
         quarantine.mkdir(exist_ok=True)
-        path.rename(quarantine / path.name)
+        with suppress(FileNotFoundError):
+            path.rename(quarantine / path.name)
 
 
 def write_parquet(path: Path, traces: list[Trace]) -> None:
     """Write traces so that the file is whole or absent."""
-    _write_table(path, to_table(traces))
+    write_table(path, to_table(traces))
 
 
 def to_table(traces: list[Trace]) -> pa.Table:
     return pa.Table.from_pylist([t.to_row() for t in traces], schema=SCHEMA)
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table of traces so that the file is whole or absent."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """The file alone, without columns made of the names of its folders."""
+    with pq.ParquetFile(path) as file:
+        return file.read(columns, use_threads=False)
+
+
 def read_parquet(path: Path) -> Iterator[Trace]:
-    """Traces of one file. Raises TraceError if it is torn or holds something else."""
+    """Traces of one file. Raises TraceError if it is torn or holds something else, FileNotFoundError."""
     try:
-        rows = pq.read_table(path, partitioning=None).to_pylist()  # pyright: ignore[reportArgumentType]
-        yield from (Trace.from_row(row) for row in rows)
+        yield from (Trace.from_row(row) for row in read_table(path).to_pylist())
+    except FileNotFoundError:
+        raise
     except (pa.ArrowInvalid, OSError, TypeError, KeyError) as error:
         raise TraceError(f"{path} is not a readable trace file: {str(error).splitlines()[0]}") from None
 

@@ -129,7 +129,8 @@ class _PrefixRunner:
             for k in self.target.aux_layers
         ]
         try:
-            new_T = torch.from_numpy(tokens_T[shared:]).to(body.embed_tokens.weight.device)
+            # Any token stands in for one that was not kept; none is predicted there.
+            new_T = torch.from_numpy(tokens_T[shared:]).clamp(min=0).to(body.embed_tokens.weight.device)
             output = body(input_ids=new_T[None], past_key_values=self.cache, use_cache=True)
         finally:
             for hook in hooks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from strop.serving.traces import Trace
+from strop.serving.traces import WITHHELD, Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,9 +16,9 @@ class Sample:
 
     session: str
     tokens_T: np.ndarray
-    """int64 token ids: prompt and outputs of all turns."""
+    """int64 token ids: prompt and outputs of all turns; `WITHHELD` where the id was not kept."""
     output_T: np.ndarray
-    """bool: whether the target produced the token."""
+    """bool: whether the target produced the token, and it is known."""
     shared: int = 0
     """Tokens at the start that another sample has too, and is trained on."""
 
@@ -70,12 +70,16 @@ def samples_from_traces(traces: Iterable[Trace], max_tokens: int) -> list[Sample
 
     An answer whose prompt and output are the start of a longer conversation of its session is
     marked there, so that every position is computed once. Failed and empty answers are dropped,
-    and so are the turns that end past `max_tokens` tokens.
+    those whose tokens were not kept, and the turns that end past `max_tokens` tokens.
     """
     by_session: dict[tuple[str, str], list[tuple[list[int], list[int]]]] = {}
     for trace in traces:
         answers = [(trace.prompt_token_ids, c.token_ids) for c in trace.choices if c.token_ids]
-        usable = [a for a in answers if a[0] and len(a[0]) + len(a[1]) <= max_tokens]
+        usable = [
+            a
+            for a in answers
+            if a[0] and any(i != WITHHELD for i in a[1]) and len(a[0]) + len(a[1]) <= max_tokens
+        ]
         if trace.error is None and trace.status < 400 and usable:
             by_session.setdefault((trace.tenant, trace.session), []).extend(usable)
     samples = []
@@ -87,7 +91,7 @@ def samples_from_traces(traces: Iterable[Trace], max_tokens: int) -> list[Sample
             if whole is None:
                 whole = (tokens, np.zeros(len(tokens), dtype=bool))
                 kept.append(whole)
-            whole[1][len(prompt) : len(tokens)] = True
+            whole[1][len(prompt) : len(tokens)] = tokens[len(prompt) :] != WITHHELD
         samples += [Sample(f"{tenant}/{session}", tokens, marks) for tokens, marks in kept]
     return samples
 
@@ -129,7 +133,7 @@ def draft_vocabulary(
     prompts: Counter[int] = Counter()
     for sample in samples:
         outputs.update(sample.tokens_T[sample.output_T].tolist())
-        prompts.update(sample.tokens_T[~sample.output_T].tolist())
+        prompts.update(sample.tokens_T[~sample.output_T & (sample.tokens_T != WITHHELD)].tolist())
     size = min(size, vocab_size)
     ranked = [
         *(i for i in always if 0 <= i < vocab_size),

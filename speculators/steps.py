@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strop.serving.traces import WITHHELD
 from strop.speculators.eagle3 import Eagle3Draft
 from strop.speculators.samples import Sample
 
@@ -51,7 +52,7 @@ def anchors_of(sample: Sample, prompts: bool = False) -> np.ndarray:
     of prompts, each distinct prefix in one sample."""
     inside_T = sample.output_T[1:-1] & sample.output_T[2:]
     if prompts:
-        inside_T[sample.shared :] = True
+        inside_T[sample.shared :] = sample.tokens_T[2:][sample.shared :] != WITHHELD
     return np.flatnonzero(inside_T)
 
 
@@ -71,6 +72,7 @@ def make_batch(
         predicted_NJ = t[:, None] + 2 + np.arange(steps)
         inside_NJ = np.minimum(predicted_NJ, length - 1)
         allowed_NJ = predicted_NJ < length
+        allowed_NJ &= sample.tokens_T[inside_NJ] != WITHHELD
         if not prompt_weight:
             allowed_NJ &= sample.output_T[inside_NJ]
         anchors.append(t + offset)
@@ -80,7 +82,7 @@ def make_batch(
         offset += length
     lengths = [len(s.tokens_T) for s in samples]
     return Batch(
-        tokens_T=torch.from_numpy(np.concatenate([s.tokens_T for s in samples])),
+        tokens_T=torch.from_numpy(np.concatenate([s.tokens_T for s in samples])).clamp(min=0),
         positions_T=torch.cat([torch.arange(n) for n in lengths]),
         aux_TA=torch.cat([aux for aux, _ in features]),
         final_TH=torch.cat([final for _, final in features]),

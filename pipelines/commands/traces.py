@@ -9,12 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from strop.pipelines.commands import upkeep
 from strop.serving.home import home, write_atomic
 
 if TYPE_CHECKING:
     from strop.serving.traces import Trace, TraceStore
 
-app = typer.Typer(help="Look at recorded requests and export them.", no_args_is_help=True)
+app = typer.Typer(help="Look at recorded requests, export and delete them.", no_args_is_help=True)
+app.command()(upkeep.delete)
+app.command()(upkeep.prune)
 console = Console()
 complaints = Console(stderr=True)
 
@@ -31,9 +34,9 @@ def list_files(as_json: AsJson = False) -> None:
     for path in _store().files():
         day, stack = (part.partition("=")[2] for part in path.parts[-3:-1])
         group = groups.setdefault((day, stack), {"files": 0, "rows": 0, "bytes": 0})
-        group["files"] += 1
-        group["bytes"] += path.stat().st_size
         try:
+            group["bytes"] += path.stat().st_size
+            group["files"] += 1
             group["rows"] += pq.read_metadata(path).num_rows
         except (OSError, ValueError) as error:
             complaints.print(f"{path} cannot be read: {error}", markup=False)
@@ -107,7 +110,8 @@ def export(
         _fail(f"{out} cannot be written: {error.strerror}.")
     left_out = len(traces) - len(lines)
     console.print(
-        f"{len(lines)} chats in {out}" + (f"; {left_out} failed or were not chats." if left_out else ".")
+        f"{len(lines)} chats in {out}"
+        + (f"; {left_out} failed, were not chats or hold no content." if left_out else ".")
     )
 
 
@@ -128,8 +132,8 @@ def selection(where: str) -> "Callable[[Trace], bool]":
 
 
 def chat_of(trace: "Trace") -> dict[str, Any] | None:
-    """The conversation with the first answer as its last message; None for failures and plain completions."""
-    if trace.endpoint != "chat" or trace.error or not trace.choices:
+    """The conversation with the first answer as its last message; None for failures, plain completions and no content."""
+    if trace.endpoint != "chat" or trace.error or not trace.choices or not trace.has_content:
         return None
     choice = trace.choices[0]
     answer: dict[str, Any] = {"role": "assistant", "content": choice.text}

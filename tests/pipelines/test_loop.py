@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 from strop.evals.proposal import Budget, Candidate, Declined
 from strop.evals.verdict import Comparison, Gate, Verdict
 from strop.pipelines import loop as loop_module
-from strop.pipelines.loop import STAGES, LoopError, run_loop
+from strop.pipelines.loop import STAGES, LoopError, learners, run_loop
 from strop.pipelines.progress import Board
 from strop.pipelines.registry import Registry
 from strop.pipelines.settings import LoopSettings, Settings
 from strop.serving.cluster import FleetUnavailable
+from strop.serving.redaction import without_content
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Speculator, Stack
 from strop.serving.traces import TraceSet, TraceStore
@@ -191,6 +194,36 @@ def test_held_out_sessions_are_newer_and_not_learned_from(
     assert {t.session for t in train}.isdisjoint(t.session for t in heldout)
     assert max(t.started_at for t in train) < min(t.started_at for t in heldout)
     assert len(train) + len(heldout) == 30
+
+
+def test_what_was_kept_for_its_interest_is_learned_from_and_not_judged_on(
+    settings: Settings, traffic: Path, world: _World
+) -> None:
+    kept = [
+        replace(t, kept_for="low acceptance")
+        for t in TraceStore(traffic / "traces").scan()
+        if t.session < "s9"
+    ]
+    for path in TraceStore(traffic / "traces").files():
+        path.unlink()
+    newer = [replace(t, kept_for=None, session="s9", request_id=f"n{i}", started_at=t.started_at + timedelta(1))
+             for i, t in enumerate(kept[:4])]  # fmt: skip
+    TraceStore(traffic / "traces").append([*kept, *newer])
+    folder = traffic / "loops" / _run(settings, traffic).loop
+    assert {t.kept_for for t in TraceSet(folder / "train")} == {"low acceptance"}
+    assert {t.request_id for t in TraceSet(folder / "heldout")} == {t.request_id for t in newer}
+
+
+def test_traffic_without_content_ends_in_a_loop_without_candidate(
+    settings: Settings, traffic: Path, world: _World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = [without_content(t) for t in TraceStore(traffic / "traces").scan()]
+    for path in TraceStore(traffic / "traces").files():
+        path.unlink()
+    TraceStore(traffic / "traces").append(bare)
+    monkeypatch.setattr(loop_module, "learners", learners)
+    result = _run(settings, traffic)
+    assert result.outcome == "no candidate" and "only 0 output tokens" in result.reason
 
 
 def test_a_torn_trace_file_costs_only_itself(settings: Settings, traffic: Path, world: _World) -> None:

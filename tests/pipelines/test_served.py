@@ -106,6 +106,19 @@ def test_requests_are_answered_named_and_recorded(served: Served) -> None:
     assert trace.queue_s is not None and trace.e2e_s is not None
 
 
+def test_what_was_recorded_of_a_session_is_deleted_beside_living_writers(served: Served) -> None:
+    """From the journals of the replicas too, and the next request of the session is recorded again."""
+    for number in range(3):
+        assert served.ask(f"my secret {number}", session="forget").status_code == 200
+    assert served.ask("other", session="keep").status_code == 200
+    done = served.strop("traces", "delete", "--session", "forget", "--yes", "--json")
+    assert json.loads(done.stdout)["left"] == []
+    assert not any(t.session == "forget" for t in _traces(served))
+    assert served.ask("again", session="forget").status_code == 200
+    wait_for(lambda: any(t.session == "keep" for t in _traces(served)))
+    wait_for(lambda: [t.session for t in _traces(served)].count("forget") == 1)
+
+
 @pytest.mark.parametrize("path", DEVELOPMENT)
 def test_development_endpoints_are_unreachable(served: Served, path: str) -> None:
     assert httpx.get(served.url + path).status_code == 404

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from strop.serving import capture
 from strop.serving.capture import Capture
+from strop.serving.interest import in_sample
 from strop.serving.sse import EventSplitter, payload
-from strop.serving.traces import Trace, TraceStore
+from strop.serving.traces import WITHHELD, Trace, TraceStore
 
 STACK = "5a" * 32
 FINGERPRINT = "vllm-0.32.0-42988010"
@@ -523,3 +524,98 @@ def test_wrong_configuration_is_refused_at_start(monkeypatch, value):
     with pytest.raises(ValueError, match="STROP_CAPTURE must hold JSON"):
         Capture(Engine(b""))
     assert threading.active_count() == before
+
+
+def configured(client, monkeypatch, tmp_path, engine: Engine, **settings: Any) -> Client:
+    monkeypatch.setenv(
+        "STROP_CAPTURE", json.dumps({"root": str(tmp_path / "traces"), "stack": STACK, **settings})
+    )
+    return client(engine)
+
+
+@pytest.mark.parametrize(
+    ("headers", "recorded"),
+    [
+        ({"x-strop-capture": "off"}, False),
+        ({"X-Strop-Capture": " OFF"}, False),
+        ({"x-strop-tenant": "private"}, False),
+        ({"x-strop-tenant": "private2"}, True),
+        ({"x-strop-capture": "on"}, True),
+    ],
+)
+def test_who_opted_out_is_served_by_an_untouched_engine_and_not_recorded(
+    client, monkeypatch, tmp_path, headers, recorded
+):
+    case = CASES["chat whole"]
+    engine = engine_for(case, asked="plain")
+    one = configured(client, monkeypatch, tmp_path, engine, opted_out_tenants=["private"])
+    served = one.post(case["path"], case["request"], headers)
+    assert served.headers["x-strop-stack"] == STACK and "x-request-id" in served.headers
+    assert len(one.traces()) == capture.counts.recorded == recorded
+    assert capture.counts.opted_out == (not recorded)
+    if not recorded:
+        assert json.loads(engine.bodies[0]) == case["request"]
+        assert served.body.decode() == case["plain"]
+        assert not list((tmp_path / "traces").rglob("*.*")), "not even a journal"
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_without_content_the_numbers_are_those_of_the_whole_record(client, monkeypatch, tmp_path, name):
+    case = CASES[name]
+    (bare, *_) = traces_of(
+        configured(client, monkeypatch, tmp_path / "bare", engine_for(case), content=False), case
+    )
+    (whole, *_) = traces_of(configured(client, monkeypatch, tmp_path / "whole", engine_for(case)), case)
+    assert not bare.has_content and whole.has_content
+    assert len(bare.prompt_token_ids) == len(whole.prompt_token_ids) > 0
+    assert [len(c.token_ids) for c in bare.choices] == [len(c.token_ids) for c in whole.choices]
+    assert {i for c in bare.choices for i in c.token_ids} | set(bare.prompt_token_ids) == {WITHHELD}
+    assert not any(c.text or c.tool_calls for c in bare.choices)
+    assert [c.finish_reason for c in bare.choices] == [c.finish_reason for c in whole.choices]
+    assert (bare.status, bare.speculation, bare.cached_tokens) == (
+        whole.status,
+        whole.speculation,
+        whole.cached_tokens,
+    )
+
+
+def traces_of(one: Client, case: dict[str, Any]) -> list[Trace]:
+    one.root.parent.mkdir(exist_ok=True)
+    one.root = Path(one.capture.config.root)
+    one.post(case["path"], case["request"])
+    return one.traces()
+
+
+def test_a_sample_keeps_sessions_whole_and_what_is_of_interest(client, monkeypatch, tmp_path):
+    case = CASES["chat whole"]
+    one = configured(client, monkeypatch, tmp_path, engine_for(case), sample_rate=0.3)
+    bad = configured(client, monkeypatch, tmp_path, Engine(b"{}", status=500), sample_rate=0.3)
+    for _ in range(3):
+        for session in range(40):
+            one.post(case["path"], case["request"], {"x-session-id": f"s{session}"})
+    for session in range(40, 60):
+        bad.post(case["path"], case["request"], {"x-session-id": f"s{session}"})
+    one.capture.writer.close()
+    found = bad.traces()
+    ordinary = [t.session for t in found if t.status == 200]
+    assert set(ordinary) == {f"s{n}" for n in range(40) if in_sample("default", f"s{n}", 0.3)}
+    assert len(ordinary) == 3 * len(set(ordinary)) > 0
+    assert sorted(t.session for t in found if t.status == 500) == sorted(f"s{n}" for n in range(40, 60))
+    for trace in found:
+        assert trace.kept_for == (None if in_sample("default", trace.session, 0.3) else "failure")
+    assert capture.counts.sampled_out == 120 - len(ordinary) and capture.counts.errors == 0
+
+
+def test_redaction_needs_a_model_and_masks_what_is_recorded(client, monkeypatch, tmp_path, tiny_model):
+    case = CASES["chat whole"]
+    with pytest.raises(ValueError, match="must name the folder"):
+        configured(client, monkeypatch, tmp_path, engine_for(case), redact=True)
+    with pytest.raises(ValueError, match=r"Redaction needs .*tokenizer\.json"):
+        configured(client, monkeypatch, tmp_path, engine_for(case), redact=True, model=str(tmp_path))
+    engine = engine_for(case)
+    one = configured(client, monkeypatch, tmp_path, engine, redact=True, model=str(tiny_model))
+    request = {**case["request"], "messages": [{"role": "user", "content": "I am ada@example.org"}]}
+    one.post(case["path"], request)
+    assert json.loads(engine.bodies[0])["messages"] == request["messages"], "the engine is told everything"
+    (trace,) = one.traces()
+    assert json.loads(trace.messages) == [{"role": "user", "content": "I am [EMAIL]"}]

@@ -97,3 +97,20 @@ def plausible(trace: Trace) -> bool:
     assert (trace.status, trace.error) == (200, None)
     assert trace.cached_tokens is not None
     return all(0 <= gap < 60 for gap in trace.inter_token_s)
+
+
+def test_a_request_that_opts_out_is_answered_and_leaves_no_trace(engine_with_capture):
+    case = CASES["chat whole"]
+    headers = {"X-Strop-Capture": "off", "X-Session-Id": "private"}
+    answer = httpx.post(
+        engine_with_capture.url + case["path"], json=case["request"], headers=headers, timeout=60
+    )
+    assert answer.status_code == 200
+    assert answer.headers["x-strop-stack"] == engine_with_capture.stack.fingerprint
+    after, _ = ask(engine_with_capture, "chat whole")
+    deadline = time.monotonic() + 20
+    found: list[Trace] = []
+    while not any(t.request_id == after for t in found):
+        assert time.monotonic() < deadline
+        found = list(TraceStore(engine_with_capture.traces).scan())
+    assert not any(t.session == "private" for t in found)

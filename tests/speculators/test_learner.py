@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from strop.evals.proposal import Budget, Candidate, Declined
+from strop.serving.redaction import without_content
 from strop.serving.stack import Stack
 from strop.serving.traces import Choice, Trace, TraceSet
 from strop.speculators.learner import SpeculatorLearner
@@ -97,6 +98,12 @@ def test_too_little_traffic_is_declined_with_the_numbers(champion, traffic, tmp_
     settings = SETTINGS.model_copy(update={"min_output_tokens": 10_000})
     answer = SpeculatorLearner(settings).propose(champion, traffic, Budget(tmp_path, 60), quiet)
     assert answer == Declined("speculator", "only 624 output tokens of 10000 needed")
+
+
+def test_records_without_content_are_declined(champion, traffic, tmp_path):
+    bare = TraceSet.create(tmp_path / "bare", [without_content(t) for t in traffic])
+    answer = SpeculatorLearner(SETTINGS).propose(champion, bare, Budget(tmp_path, 60), quiet)
+    assert answer == Declined("speculator", "only 0 output tokens of 300 needed")
 
 
 def test_one_session_cannot_be_validated(champion, traffic, tmp_path):

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.serving.traces import Choice, Trace
+from strop.serving.redaction import without_content
+from strop.serving.traces import WITHHELD, Choice, Trace
 from strop.speculators.samples import draft_vocabulary, samples_from_traces, split_validation
 
 TOKENS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
@@ -69,6 +70,27 @@ def test_failed_empty_and_overlong_answers_are_dropped():
     bad.append(dataclasses.replace(good, error="timeout", prompt_token_ids=[9, 9]))
     samples = samples_from_traces([good, *bad], 10)
     assert [s.tokens_T.tolist() for s in samples] == [[1, 2, 3, 4]]
+
+
+@given(turns=TURNS, data=st.data())
+def test_tokens_that_were_not_kept_are_no_outputs_and_not_in_the_vocabulary(turns, data):
+    traces, tokens, marks = conversation(turns)
+    gone = data.draw(st.sets(st.sampled_from(range(len(tokens)))))
+    for number, trace in enumerate(traces):
+        known = [*trace.prompt_token_ids, *trace.choices[0].token_ids]
+        kept = [WITHHELD if i in gone else token for i, token in enumerate(known)]
+        start = len(trace.prompt_token_ids)
+        choice = dataclasses.replace(trace.choices[0], token_ids=kept[start:])
+        traces[number] = dataclasses.replace(trace, prompt_token_ids=kept[:start], choices=[choice])
+    samples = samples_from_traces(traces, 1000)
+    if set(traces[-1].choices[0].token_ids) != {WITHHELD}:
+        assert samples[0].tokens_T.tolist() == [WITHHELD if i in gone else t for i, t in enumerate(tokens)]
+        assert samples[0].output_T.tolist() == [m and i not in gone for i, m in enumerate(marks)]
+    assert WITHHELD not in draft_vocabulary(samples, 100, 60).target_ids_V
+
+
+def test_records_without_content_are_nothing_to_learn_from():
+    assert samples_from_traces([without_content(a_trace([1, 2], [3, 4]))], 10) == []
 
 
 def test_conversations_of_different_sessions_stay_apart():

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from strop.speculators.features import load_features
-from strop.speculators.samples import mark_shared
+from strop.serving.traces import WITHHELD
+from strop.speculators.features import extract, load_features
+from strop.speculators.samples import Sample, mark_shared
 from strop.speculators.steps import (
     Acceptance,
     anchors_of,
@@ -146,6 +147,20 @@ def test_prompts_are_learned_from_once_and_never_measured(lesson):
     assert plain.anchors < with_prompts.anchors
     assert set(plain.weight_N.tolist()) == {1.0}
     assert set(with_prompts.weight_N.tolist()) == {1.0, 0.25}
+
+
+def test_what_was_not_kept_is_an_input_like_any_and_never_predicted(lesson, tmp_path):
+    whole = lesson.samples[0]
+    tokens, marks = whole.tokens_T.copy(), whole.output_T.copy()
+    tokens[[10, 40]], marks[40] = WITHHELD, False
+    sample = Sample("s", tokens, marks)
+    assert extract(lesson.target, [sample], tmp_path) == len(tokens)
+    for prompts in (False, True):
+        batch = make_batch([sample], [load_features(tmp_path, sample)], DRAFT_IDS, 3, prompts)
+        assert batch.tokens_T.min() == 0 and batch.aux_TA.isfinite().all()
+        predicted_NJ = batch.anchors_N[:, None] + 2 + torch.arange(3)
+        assert batch.valid_NJ[:, 0].all()
+        assert not (batch.valid_NJ & ((predicted_NJ == 40) | (predicted_NJ == 10))).any()
 
 
 def test_the_loss_is_the_divergence_from_the_target(lesson):
