@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as compute
 
-from strop.serving.selection import first_choice
+from strop.serving.selection import compute, first_choice
 
 BINS = 64
 BANDS = 16

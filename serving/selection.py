@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as compute
+import pyarrow.compute
+
+# Its functions are made at import, where pyright does not see them.
+compute: Any = pyarrow.compute
 
 MAX_VALUE_BYTES = 64 << 20
 MAX_CONDITION_BYTES = 16 << 10

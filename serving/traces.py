@@ -235,7 +235,7 @@ class TraceStore:
         for (day, stack_id), rows in groups.items():
             time = table["started_at"][rows[0]].as_py().astimezone(UTC)
             path = self.root / f"day={day}" / f"stack_id={stack_id}" / f"{time:%H%M%S}-{name}.parquet"
-            _write_table(path, table.take(rows))
+            write_table(path, table.take(rows))
             written.append(path)
         return written
 
@@ -279,14 +279,15 @@ class TraceStore:
 
 def write_parquet(path: Path, traces: list[Trace]) -> None:
     """Write traces so that the file is whole or absent."""
-    _write_table(path, to_table(traces))
+    write_table(path, to_table(traces))
 
 
 def to_table(traces: list[Trace]) -> pa.Table:
     return pa.Table.from_pylist([t.to_row() for t in traces], schema=SCHEMA)
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+def write_table(path: Path, table: pa.Table) -> None:
+    """The same for a table of `SCHEMA`; equal tables make equal files."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())

@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from strop.pipelines.commands import datasets
 from strop.serving.home import home, write_atomic
 
 if TYPE_CHECKING:
     from strop.serving.traces import Trace, TraceStore
 
 app = typer.Typer(help="Look at recorded requests and export them.", no_args_is_help=True)
+app.add_typer(datasets.app, name="dataset")
 console = Console()
 complaints = Console(stderr=True)
 
