@@ -31,7 +31,7 @@ from strop.serving.journal import recover
 from strop.serving.selection import Condition
 from strop.serving.traces import SCHEMA, TraceSet, TraceStore, write_table
 
-SPLITS = ("train", "heldout")
+SPLITS: tuple[str, ...] = ("train", "heldout")
 ROWS_PER_FILE = 4096
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -121,7 +121,7 @@ def create(
     progress(0.6, f"comparing {len(index):,}")
     distinct, identical, similar = distinct_rows(index)
     kept = index.take(distinct)
-    sides = dict(zip(SPLITS, split_rows(kept, split_share), strict=True))
+    sides: dict[str, np.ndarray] = dict(zip(SPLITS, split_rows(kept, split_share), strict=True))
     temporary = folder.with_name(f".{name}.{uuid.uuid4().hex[:8]}")
     try:
         for split in SPLITS:

@@ -1,5 +1,6 @@
 """Work on many files: in this process where there are few, on Ray Data where there are many."""
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,8 @@ def spread(
     if started:
         start_ray(home, address, background=True)
     try:
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.data.DataContext.get_current().enable_progress_bars = False
         done: Any = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             cast(Any, partial(_of_batch, work)), batch_size=1, batch_format="numpy"
         )
