@@ -159,6 +159,9 @@ SCHEMA = pa.schema(
 PROBE_TENANT = "strop"
 """Tenant of strop's own requests (checks, warming, judging): never learned from, never judged as traffic."""
 
+IMPORTED = "imported-"
+"""How `stack` begins where no Stack of ours served the request; the format it came in follows."""
+
 
 class TraceError(ValueError):
     """Traces that cannot be read or a selection that makes no sense; the message says what to do."""
