@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ def test_the_command(
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert (found["added"], found["bad"]) == (1, 1) and os.path.exists(found["set_aside"])
+    assert (found["added"], found["bad"]) == (1, 1) and Path(found["set_aside"]).exists()
     assert "1 were there" in CliRunner().invoke(app, arguments).stdout
     assert CliRunner().invoke(app, [*arguments, "--format", "xml"]).exit_code == 2
     assert [t.tenant for t in TraceStore(strop_home / "traces").scan()] == ["acme"]
