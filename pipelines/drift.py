@@ -3,13 +3,14 @@
 One session after another is compared with a reference by conformal p-values: the rank of its score
 among all scores before it, ties broken at random. While sessions are exchangeable these are
 independent and uniform, whatever their distribution (Vovk, Gammerman and Shafer, Algorithmic Learning
-in a Random World, 2005, section 8.2), with no error from estimating anything on the reference. A bet
-f(p) with mean one then makes the Shiryaev-Roberts statistic R = f(p) (R + 1), for which R minus the
-number of sessions is a martingale; alarming at R >= A therefore means at least A sessions to a false
-alarm on average, and one within n sessions with probability at most n / A (Vovk, Petej, Nouretdinov,
-Ahlberg, Carlsson and Gammerman, Retrain or not retrain, COPA 2021; the same argument makes the
-e-detectors of Shin, Ramdas and Rinaldo, 2023). An average of such statistics is one too: over sizes
-of the bet, over scores, and over the three things watched.
+in a Random World, 2005, section 8.2), with no error from estimating anything on the reference. A
+bet f(p) with mean one then makes the Shiryaev-Roberts statistic R = f(p) (R + 1), for which R minus
+the number of sessions is a martingale, so that R reaches A within n sessions with probability at most
+n / A (Vovk, Petej, Nouretdinov, Ahlberg, Carlsson and Gammerman, Retrain or not retrain: conformal
+test martingales for change-point detection, COPA 2021; the same argument makes the e-detectors of
+Shin, Ramdas and Rinaldo, 2023). An average over bets on the same p is such a statistic too. Over
+several scores, whose p-values depend on each other, the bounds add up: an alarm needs A times their
+number.
 
 What exchangeable means here: the mix of sessions and what they are like may not depend on when they
 come; how many come may. A deployment whose nights differ in kind from its days needs a reference and
@@ -35,6 +36,8 @@ BUCKETS = 256
 TOKENS = 512
 """Tokens that are looked at: the last of a prompt, where the requests differ, the first of an output."""
 DIRECTIONS = 4
+SCORES = 1 + 2 * (DIRECTIONS + 2)
+"""Of a session: its acceptance, and of each mix its places, its distance and its length."""
 MAX_SCORES = 100_000
 """Scores that are kept; after as many sessions the oldest reference there is is long enough."""
 RECENT = 50
@@ -56,8 +59,8 @@ class Detector:
 
     @property
     def evidence(self) -> float:
-        """Average of the statistics; its mean is at most the number of sessions while nothing has drifted."""
-        return float(self.statistic.mean())
+        """The largest over scores of the average over bets."""
+        return float(self.statistic.mean(axis=1).max())
 
     def see(self, values: Sequence[float], ties: Sequence[float], most: float) -> None:
         """Take in one session's scores; `ties` are uniform numbers. Statistics stop growing at `most`."""
@@ -123,8 +126,9 @@ class Observation:
 class Drift:
     """The three detectors over the sessions of one champion, and whether an alarm holds.
 
-    An alarm is raised where the evidence reaches 3 `sessions_to_false_alarm`, three things being
-    watched; it is cleared where the evidence falls below the square root of that, and holds after
+    An alarm is raised where the evidence reaches `sessions_to_false_alarm` times the number of scores,
+    so that one within n sessions for nothing has at most the probability n / `sessions_to_false_alarm`,
+    whatever raises it; it is cleared where the evidence falls below the square root of that, and holds after
     `hold_sessions` more sessions without clearing.
     """
 
@@ -144,7 +148,7 @@ class Drift:
 
     @property
     def threshold(self) -> float:
-        return len(WATCHED) * self.sessions_to_false_alarm
+        return SCORES * self.sessions_to_false_alarm
 
     @property
     def has_reference(self) -> bool:
@@ -177,7 +181,7 @@ class Drift:
                 self._refer(self._waiting)
                 self._waiting = []
             return
-        ties = iter(np.random.default_rng(_seed(observation.session)).random(1 + 2 * (DIRECTIONS + 2)))
+        ties = iter(np.random.default_rng(_seed(observation.session)).random(SCORES))
         for watched, values in self._scores(observation).items():
             if (detector := self.detectors.get(watched)) is None:
                 continue

@@ -29,7 +29,7 @@ class DriftSettings(Section):
     reference_sessions: int = Field(default=200, ge=20)
     """First sessions of a champion, which later ones are compared with."""
     sessions_to_false_alarm: float = Field(default=1_000_000, ge=1)
-    """Sessions until a false alarm while nothing drifts, on average at least; more of them make a true one later."""
+    """While nothing drifts, an alarm comes within n sessions with at most the probability n / this; more is later."""
     hold_sessions: int = Field(default=20, ge=0)
     """Sessions that an alarm must last before it starts a loop."""
     min_acceptance_drop: float = Field(default=0.05, ge=0, lt=1)
