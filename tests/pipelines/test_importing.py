@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,19 @@ def test_the_command(
     assert "1 were there" in CliRunner().invoke(app, arguments).stdout
     assert CliRunner().invoke(app, [*arguments, "--format", "xml"]).exit_code == 2
     assert [t.tenant for t in TraceStore(strop_home / "traces").scan()] == ["acme"]
+
+
+@pytest.mark.slow
+def test_ray_imports_what_this_process_imports(tmp_path: Path, tiny_model: Path, take) -> None:
+    rows = [{"messages": [{**USER, "content": f"number {n}"}, ANSWER]} for n in range(200)]
+    assert take(*rows, "broken").added == 200
+    code = (
+        "import sys; from pathlib import Path; from strop.pipelines import importing;"
+        "importing.RANGE_BYTES = 1000; home, file, model = map(Path, sys.argv[1:]);"
+        "found = importing.import_file(home, file, 'auto', model, 'acme');"
+        "assert (found.added, found.bad) == (200, 1), found"
+    )
+    arguments = [str(path) for path in (tmp_path / "ray", tmp_path / "x.jsonl", tiny_model)]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=tmp_path)
+    on_ray = sorted(t.request_id for t in TraceStore(tmp_path / "ray" / "traces").scan())
+    assert on_ray == sorted(t.request_id for t in stored(tmp_path))
