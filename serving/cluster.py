@@ -68,8 +68,9 @@ class RemoteFleet:
 def start_ray(home: Path, address: str | None, background: bool = False) -> None:
     """Join the Ray cluster at `address`, or start Ray on this machine for the life of this process.
 
-    Work in the `background` takes one task a core, at Ray's own low priority. Ray started here asks for a token that lies in `home`; for a cluster of yours, set RAY_AUTH_MODE
-    and RAY_AUTH_TOKEN_PATH as it wants them.
+    Work in the `background` takes one task a core, at Ray's own low priority. Ray started here asks
+    for a token that lies in `home`; for a cluster of yours, set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH
+    as it wants them.
     """
     # Ray would run its workers, and so the engines, at the lowest priority.
     os.environ.update(OFFLINE if background else OFFLINE | {"RAY_worker_niceness": "0"})
