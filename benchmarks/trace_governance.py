@@ -9,20 +9,17 @@ import argparse
 import json
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
 from strop.serving.deletion import delete
-from strop.serving.duplicates import near_duplicates
 from strop.serving.interest import Interest, in_sample
 from strop.serving.personal import Redactor
 from strop.serving.redaction import without_content
@@ -40,7 +37,7 @@ def main() -> None:
     size = 100 if arguments.parse_args().quick else 1000
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result = {**of_a_record(folder), **of_duplicates(size), **of_a_store(folder / "home", size)}
+        result = {**of_a_record(folder), **of_a_store(folder / "home", size)}
     table = Table("what", "measured")
     for what, value in result.items():
         table.add_row(what, f"{value:g}")
@@ -81,24 +78,6 @@ def a_chat(text: str, tokenizer: Tokenizer) -> Trace:
         choices=[Choice(0, tokenizer.encode(answer).ids, answer, "stop")],
         speculation=Speculation(200, 600, 300, [200, 80, 20]),
     )
-
-
-def of_duplicates(size: int) -> dict[str, float]:
-    rng = np.random.default_rng(0)
-    traces = [a_trace(n, "t", rng.integers(0, 50_000, 500).tolist()) for n in range(size)]
-    started = time.process_time()
-    assert not near_duplicates(traces)
-    took = time.process_time() - started
-    peaks = []
-    for window in (size // 10, size):
-        tracemalloc.start()
-        near_duplicates(traces, window=window)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    return {
-        "near duplicates, ms for a prompt of 500 tokens": round(1e3 * took / size, 2),
-        "near duplicates, kB for each one remembered": round((peaks[1] - peaks[0]) / (0.9 * size) / 1e3, 1),
-    }
 
 
 def of_a_store(home: Path, files: int) -> dict[str, float]:

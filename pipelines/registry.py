@@ -173,6 +173,37 @@ class Registry:
         if any("challenger" in v.aliases and v.number == number for v in self.versions()):
             self.client.delete_registered_model_alias(self.name, "challenger")
 
+    # -- Datasets -------------------------------------------------------------------------
+
+    def log_dataset(self, folder: Path, name: str, digest: str, splits: dict[str, int]) -> str:
+        """Log a dataset's manifest and its splits (requests by name) in a run of its own, once; returns the run."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        found = self.client.search_runs([self.experiment_id], f"tags.`strop.dataset.digest` = '{digest}'")
+        finished = [r for r in found if r.data.tags["strop.dataset"] == name and r.info.status == "FINISHED"]
+        if finished:
+            return finished[0].info.run_id
+        tags = {"strop.kind": "dataset", "strop.dataset": name, "strop.dataset.digest": digest}
+        run = self.client.create_run(self.experiment_id, run_name=f"dataset {name}", tags=tags)
+        self.client.log_artifact(run.info.run_id, str(folder / "dataset.json"))
+        inputs = [
+            DatasetInput(
+                # MLflow keeps 36 characters of a digest; the tag has all of it.
+                Dataset(
+                    f"{name}/{split}",
+                    digest[:36],
+                    "local",
+                    json.dumps({"uri": (folder / split).as_uri()}),
+                    profile=json.dumps({"num_rows": requests}),
+                ),
+                [InputTag("mlflow.data.context", split)],
+            )
+            for split, requests in splits.items()
+        ]
+        self.client.log_inputs(run.info.run_id, inputs)
+        self.client.set_terminated(run.info.run_id)
+        return run.info.run_id
+
     # -- Loops ----------------------------------------------------------------------------
 
     def begin(self, loop: str, tags: dict[str, str]) -> "LoopJournal":

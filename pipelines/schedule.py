@@ -69,18 +69,22 @@ class Schedule:
 
     def _keep(self) -> None:
         while not self.over.wait(max(0.0, (self.due - datetime.now(UTC)).total_seconds())):
-            command = [sys.executable, "-m", "strop.pipelines.cli", "loop", "run"]
-            if self.config:
-                command += ["--config", self.config]
-            log = Path(self.home) / "logs" / "scheduled-loops.log"
-            loop = Child.start("scheduled loop", command, log, {"STROP_HOME": self.home})
+            loop = start_loop(Path(self.home), self.config, "scheduled-loops")
             while loop.alive and not self.over.wait(1):
                 pass
             if loop.alive:
                 loop.stop()
             self.runs += 1
-            self.last = f"exit code {loop.process.wait()}, log {log}"
+            self.last = f"exit code {loop.process.wait()}, log {loop.log}"
             self.due = next_start(datetime.now(UTC), self.every, self.cron)
+
+
+def start_loop(home: Path, config: str | None, log: str) -> Child:
+    """Start `strop loop run` as a process of its own that writes to `logs/LOG.log`."""
+    command = [sys.executable, "-m", "strop.pipelines.cli", "loop", "run"]
+    if config:
+        command += ["--config", config]
+    return Child.start(log, command, home / "logs" / f"{log}.log", {"STROP_HOME": str(home)})
 
 
 def configure(home: Path, config: Path | None, every: str | None, cron: str | None, stop: bool) -> str:

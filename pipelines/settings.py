@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from strop.evals.settings import EvalSettings
+from strop.pipelines.drift import Drift
 from strop.serving.settings import Section, ServingSettings
 from strop.speculators.settings import SpeculatorSettings
 
@@ -24,6 +25,27 @@ class LoopSettings(Section):
     """Longest time that all learners of one loop may take."""
 
 
+class DriftSettings(Section):
+    reference_sessions: int = Field(default=200, ge=20)
+    """First sessions of a champion, which later ones are compared with."""
+    sessions_to_false_alarm: float = Field(default=1_000_000, ge=1)
+    """While nothing drifts, an alarm comes within n sessions with at most the probability n / this; more is later."""
+    hold_sessions: int = Field(default=20, ge=0)
+    """Sessions that an alarm must last before it starts a loop."""
+    min_acceptance_drop: float = Field(default=0.05, ge=0, lt=1)
+    """A smaller fall of acceptance length, as a share, starts no loop."""
+    budget_minutes_per_day: float = Field(default=120, gt=0)
+    """Minutes that loops may take in 24 hours, however they were started."""
+
+    def drift(self) -> Drift:
+        return Drift(
+            self.reference_sessions,
+            self.sessions_to_false_alarm,
+            self.hold_sessions,
+            self.min_acceptance_drop,
+        )
+
+
 class Settings(Section):
     model: str = "model"
     """Folder of the model to serve: config.json, tokenizer and *.safetensors, as `save_pretrained` writes it."""
@@ -31,6 +53,8 @@ class Settings(Section):
     """MLflow experiment of the loops and name of the registered model whose versions are Stacks."""
     loop: LoopSettings = LoopSettings()
     """When a loop has enough to learn from, and what it may spend."""
+    drift: DriftSettings = DriftSettings()
+    """When `strop loop watch` starts a loop."""
     serving: ServingSettings = ServingSettings()
     """The fleet, capture and the canary."""
     speculators: SpeculatorSettings = SpeculatorSettings()

@@ -76,18 +76,20 @@ class RemoteFleet:
             raise ProcessError(explain(error)) from None
 
 
-def start_ray(home: Path, address: str | None) -> None:
+def start_ray(home: Path, address: str | None, background: bool = False) -> None:
     """Join the Ray cluster at `address`, or start Ray on this machine for the life of this process.
 
-    Ray started here asks for a token that lies in `home`; for a cluster of yours, set RAY_AUTH_MODE
-    and RAY_AUTH_TOKEN_PATH as it wants them.
+    Work in the `background` takes one task a core, at Ray's own low priority. Ray started here asks
+    for a token that lies in `home`; for a cluster of yours, set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH
+    as it wants them.
     """
     # Ray would run its workers, and so the engines, at the lowest priority.
-    os.environ.update(OFFLINE | {"RAY_worker_niceness": "0"})
+    os.environ.update(OFFLINE if background else OFFLINE | {"RAY_worker_niceness": "0"})
     extra: dict[str, Any] = {}
     if not address:
         _use_token(home)
-        extra = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 512 << 20}
+        cpus = os.cpu_count() if background else 8
+        extra = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 512 << 20}
         # Ray's sockets lie in its session folder, and a socket's path is limited to 107 bytes.
         if len(str(home)) < 36:
             extra["_temp_dir"] = str(home / "ray")

@@ -172,6 +172,9 @@ SCHEMA = pa.schema(
 PROBE_TENANT = "strop"
 """Tenant of strop's own requests (checks, warming, judging): never learned from, never judged as traffic."""
 
+IMPORTED = "imported-"
+"""How `stack` begins where no Stack of ours served the request; the format it came in follows."""
+
 
 class TraceError(ValueError):
     """Traces that cannot be read or a selection that makes no sense; the message says what to do."""
@@ -317,7 +320,7 @@ def to_table(traces: list[Trace]) -> pa.Table:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a table of traces so that the file is whole or absent."""
+    """Write a table of traces so that the file is whole or absent; equal tables make equal files."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())

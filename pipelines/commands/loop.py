@@ -117,6 +117,44 @@ def schedule(
 
 
 @app.command()
+def watch(
+    every: Annotated[str, typer.Option(help="Interval: a number and s, m, h or d.")] = "30s",
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at what is recorded for drift, and run a loop when an alarm holds and the budget allows."""
+    import time
+    from dataclasses import asdict
+
+    from strop.pipelines.schedule import parse_interval, start_loop
+    from strop.pipelines.settings import load_settings
+    from strop.pipelines.watch import Watch
+    from strop.serving.home import home
+
+    pause_s = parse_interval(every).total_seconds()
+    watching = Watch(home(), load_settings(config), _registry(config))
+    while True:
+        look = watching.look()
+        evidence = ", ".join(f"{name} {value}" for name, value in look.evidence.items())
+        line = f"{look.at} {look.sessions} sessions; {look.decision}; evidence {evidence or 'none'}"
+        typer.echo(json.dumps(asdict(look)) if as_json else f"{line} (alarm at {look.alarm_at})")
+        if look.start:
+            loop = start_loop(home(), str(config.absolute()) if config else None, "watched-loops")
+            try:
+                code = loop.process.wait()
+            finally:
+                if loop.alive:
+                    loop.stop()
+            typer.echo(f"the loop ended with exit code {code}, log {loop.log}", err=True)
+            if code:
+                watching.failed()
+        if once:
+            return
+        time.sleep(pause_s)
+
+
+@app.command()
 def submit(
     address: Annotated[
         str, typer.Option(help="The cluster's dashboard, e.g. http://head:8265.")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from strop.pipelines.commands import upkeep
+from strop.pipelines.commands import datasets, upkeep
 from strop.serving.home import home, write_atomic
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Look at recorded requests, export and delete them.", no_args_is_help=True)
 app.command()(upkeep.delete)
 app.command()(upkeep.prune)
+app.add_typer(datasets.app, name="dataset")
 console = Console()
 complaints = Console(stderr=True)
 
@@ -113,6 +114,47 @@ def export(
         f"{len(lines)} chats in {out}"
         + (f"; {left_out} failed, were not chats or hold no content." if left_out else ".")
     )
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="JSON lines, JSON, Parquet, or a log of vLLM.")],
+    kind: Annotated[str, typer.Option("--format", help="auto, openai, sharegpt, otel or vllm.")] = "auto",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model that tokenises (default: strop.yaml's).")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant that the traces get.")] = "imported",
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Configuration file (default: ./strop.yaml).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add conversations from elsewhere as traces; those that are there already are left as they are."""
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from strop.pipelines.importing import import_file
+    from strop.pipelines.settings import load_settings
+    from strop.serving.formats import FORMATS
+
+    if kind not in ("auto", *FORMATS):
+        raise typer.BadParameter(f"{kind!r} is not auto, {', '.join(FORMATS)}.")
+    settings = load_settings(config)
+    with Progress(console=complaints) as bar:
+        task = bar.add_task(file.name, total=1.0)
+        folder, address = model or settings.model_path, settings.serving.ray_address
+        found = import_file(
+            home(), file, kind, folder, tenant, address, lambda done: bar.update(task, completed=done)
+        )
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "set_aside": str(found.set_aside or "") or None}))
+        return
+    console.print(f"{found.added:,} traces added, {found.known:,} were there, {found.bad:,} bad rows.")
+    for reason, count in list(found.reasons.items())[:10]:
+        console.print(f"  {count:,}: {reason}", markup=False)
+    if found.set_aside:
+        console.print(f"Set aside in {found.set_aside}", markup=False)
 
 
 def selection(where: str) -> "Callable[[Trace], bool]":
