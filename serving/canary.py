@@ -1,0 +1,240 @@
+"""Whether a candidate may be cut over to, told from what it and the champion do on live sessions.
+
+Both serve side by side. What each did is gathered by session and metric (`Arm`), compared as
+`sequential` describes, and decided (`decide`): taken back on evidence of harm, promoted when there
+are enough requests and no tolerance is in doubt. docs/canary.md says what that guarantees.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from strop.serving.quality import flags
+from strop.serving.sequential import Blocks, Floats, Kind, interval, log_evidence, sessions_to_show
+from strop.serving.settings import CanarySettings
+from strop.serving.traces import Trace
+
+ALPHA = 0.05
+"""Chance, over the whole canary and all metrics, of taking back a candidate equal to the champion for
+harm; and for each tolerance that must be shown, of promoting a candidate beyond it."""
+SLOW_QUANTILE = 0.95
+Session = tuple[str, str]
+
+
+class TakenBack(Exception):
+    """Why the candidate has to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One thing a candidate may be worse at. More is worse."""
+
+    name: str
+    kind: Kind
+    words: str
+    """What the candidate does if it is worse; for shares, of requests."""
+
+
+METRICS = (
+    Metric("error", "share", "failed"),
+    Metric("empty", "share", "were answered with nothing"),
+    Metric("invalid_json", "share", "that asked for JSON got invalid JSON"),
+    Metric("invalid_tool_call", "share", "that offered tools got an invalid tool call"),
+    Metric("loop", "share", "ended up in a repetition loop"),
+    Metric("slow", "share", "were slower than the p95 of both"),
+    Metric("token_s", "ratio", "seconds per output token"),
+    Metric("e2e_s", "ratio", "seconds per request"),
+    Metric("steps_per_token", "ratio", "target steps per token (fewer drafted tokens are accepted)"),
+)
+
+
+def tolerance(metric: Metric, settings: CanarySettings) -> float:
+    """What is still accepted: a difference of shares, or the log of a ratio."""
+    match metric.name:
+        case "error":
+            return settings.max_error_rate_increase
+        case "slow":
+            return settings.max_slow_rate_increase
+        case "token_s" | "e2e_s":
+            return math.log(settings.max_latency_ratio)
+        case "steps_per_token":
+            return -math.log(settings.min_acceptance_ratio)
+        case _:
+            return settings.max_fault_rate_increase
+
+
+@dataclass(slots=True)
+class Arm:
+    """What one Stack did on live traffic, by metric and session, sessions in order of appearance.
+
+    Holds a few numbers a request, for as long as the canary runs.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    parts: dict[str, dict[Session, tuple[float, float]]] = field(
+        default_factory=lambda: {metric.name: {} for metric in METRICS}
+    )
+    """Sums of a session's `amount` and `over`; its value is their quotient."""
+    e2e_s: dict[Session, list[float]] = field(default_factory=dict)
+    """Of the requests that count as whole-request times."""
+    _known: set[Session] = field(default_factory=set)
+
+    def add(self, traces: Iterable[Trace]) -> None:
+        """Count requests. What a client did (499, or another 4xx) says nothing about the Stack."""
+        for trace in sorted(traces, key=lambda t: t.started_at):
+            if 400 <= trace.status < 500:
+                continue
+            session = (trace.tenant, trace.session)
+            moved = session not in self._known and _continues(trace)
+            self._known.add(session)
+            self.requests += 1
+            self.errors += trace.status >= 500
+            for name, (amount, over) in observe(trace).items():
+                if moved and name == "e2e_s":
+                    continue
+                before = self.parts[name].get(session, (0.0, 0.0))
+                self.parts[name][session] = (before[0] + amount, before[1] + over)
+                if name == "e2e_s":
+                    self.e2e_s.setdefault(session, []).append(amount)
+
+    def values(self, metric: Metric, slow_s: float) -> Floats:
+        """One value a session: a share of its requests, or the log of a quotient."""
+        if metric.name == "slow":
+            return np.array([sum(s > slow_s for s in e2e_s) / len(e2e_s) for e2e_s in self.e2e_s.values()])
+        sums = np.array(list(self.parts[metric.name].values())).reshape(-1, 2)
+        quotients = sums[:, 0] / sums[:, 1]
+        return quotients if metric.kind == "share" else np.log(quotients)
+
+
+def observe(trace: Trace) -> dict[str, tuple[float, float]]:
+    """What a request adds to each metric it says something about: an amount, and over how much."""
+    if trace.status >= 400:
+        return {"error": (1.0, 1.0)}
+    found = {"error": (0.0, 1.0)}
+    faults = flags(trace)
+    for name in ("empty", "invalid_json", "invalid_tool_call", "loop"):
+        if (faulty := getattr(faults, name)) is not None:
+            found[name] = (float(faulty), 1.0)
+    tokens = len(trace.output_token_ids)
+    if trace.e2e_s:
+        found["e2e_s"] = (trace.e2e_s, 1.0)
+        streamed = trace.stream and trace.ttft_s is not None
+        decode_s = trace.e2e_s - trace.ttft_s if streamed and trace.ttft_s is not None else trace.e2e_s
+        if tokens >= 2 and decode_s > 0:
+            found["token_s"] = (decode_s, tokens - 1.0 if streamed else float(tokens))
+    if trace.speculation and trace.speculation.steps:
+        steps = trace.speculation.steps
+        found["steps_per_token"] = (steps, steps + trace.speculation.accepted)
+    return found
+
+
+def _continues(trace: Trace) -> bool:
+    # Its earlier turns are in the prefix cache of whoever served them, which was the champion.
+    return '"role":"assistant"' in trace.messages
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric on both sides, as it stands."""
+
+    metric: Metric
+    champion: float
+    """Mean over sessions: of shares, or of logs."""
+    candidate: float
+    blocks: Blocks
+    tolerance: float
+    must_be_shown: bool
+    """Whether the whole interval has to be within the tolerance, or the estimate only."""
+
+    @property
+    def difference(self) -> float:
+        return self.candidate - self.champion
+
+    @property
+    def is_harm(self) -> bool:
+        """Worse for sure, and by an estimate beyond the tolerance."""
+        sure = log_evidence(self.blocks, 0.0, "above") >= math.log(len(METRICS) / ALPHA)
+        return bool(sure) and self.difference > max(self.tolerance, 0.0)
+
+    @cached_property
+    def is_within(self) -> bool:
+        if not self.must_be_shown:
+            return self.difference <= self.tolerance
+        return bool(log_evidence(self.blocks, self.tolerance, "below") >= math.log(1 / ALPHA))
+
+    def __str__(self) -> str:
+        low, high = interval(self.blocks, ALPHA / len(METRICS), ALPHA)
+        if self.metric.kind == "share":
+            return (
+                f"{self.candidate:.1%} of its requests {self.metric.words}, {self.champion:.1%} of the champion's "
+                f"(difference {low:+.1%} to {high:+.1%}, accepted {self.tolerance:+.1%})"
+            )
+        return (
+            f"{math.exp(self.difference):.2f} times the champion's {self.metric.words} "
+            f"({math.exp(low):.2f} to {math.exp(high):.2f}, accepted {math.exp(self.tolerance):.2f})"
+        )
+
+
+def compare(champion: Arm, candidate: Arm, settings: CanarySettings) -> list[Comparison]:
+    """Every metric that both sides say something about."""
+    times = [s for arm in (champion, candidate) for session in arm.e2e_s.values() for s in session]
+    # The p95 of both together treats both alike; the champion's own would make it slow in 5 % by definition.
+    slow_s = float(np.quantile(times, SLOW_QUANTILE)) if times else math.inf
+    k = max(1, round((1 - settings.share) / settings.share))
+    found = []
+    for metric in METRICS:
+        ours, theirs = candidate.values(metric, slow_s), champion.values(metric, slow_s)
+        if not len(ours) or not len(theirs):
+            continue
+        accepted = tolerance(metric, settings)
+        found.append(
+            Comparison(
+                metric=metric,
+                champion=float(theirs.mean()),
+                candidate=float(ours.mean()),
+                blocks=Blocks.of(metric.kind, ours, theirs, k),
+                tolerance=accepted,
+                must_be_shown=sessions_to_show(metric.kind, accepted, ALPHA) <= settings.min_requests,
+            )
+        )
+    return found
+
+
+def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | None:
+    """None while there is too little evidence, else why the candidate may be cut over to.
+
+    Raises TakenBack when the candidate is worse than the settings allow.
+    """
+    comparisons = compare(champion, candidate, settings)
+    if harms := [str(c) for c in comparisons if c.is_harm]:
+        raise TakenBack(f"it is worse on live traffic: {'; '.join(harms)}")
+    if min(champion.requests, candidate.requests) < settings.min_requests:
+        return None
+    if not all(c.is_within for c in comparisons):
+        return None
+    times = [str(c) for c in comparisons if c.metric.kind == "ratio"]
+    return "; ".join(
+        [
+            f"{candidate.requests} live requests against {champion.requests}, no harm: {candidate.errors} errors",
+            *times,
+        ]
+    )
+
+
+def counted(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
+    """How far the canary has come, for those who watch."""
+    return (
+        f"{candidate.requests} live requests to the candidate, {champion.requests} to the champion; "
+        f"at least {settings.min_requests} each are needed"
+    )
+
+
+def shortfall(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
+    """What is missing for a promotion."""
+    if min(champion.requests, candidate.requests) < settings.min_requests:
+        return counted(champion, candidate, settings)
+    return "; ".join(str(c) for c in compare(champion, candidate, settings) if not c.is_within)
