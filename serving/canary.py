@@ -8,9 +8,10 @@ are enough requests and no tolerance is in doubt. docs/canary.md says what that 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strop.serving.quality import flags
 from strop.serving.sequential import Blocks, Floats, Kind, interval, log_evidence, sessions_to_show
@@ -21,6 +22,8 @@ ALPHA = 0.05
 """Chance, over the whole canary and all metrics, of taking back a candidate equal to the champion for
 harm; and for each tolerance that must be shown, of promoting a candidate beyond it."""
 SLOW_QUANTILE = 0.95
+REQUEST_SPREAD = 0.8
+"""Standard deviation of a request's log time, which makes a ratio of p95s a share of slow requests."""
 Session = tuple[str, str]
 
 
@@ -57,13 +60,20 @@ def tolerance(metric: Metric, settings: CanarySettings) -> float:
         case "error":
             return settings.max_error_rate_increase
         case "slow":
-            return settings.max_slow_rate_increase
+            return _slow_share(settings.max_latency_ratio)
         case "token_s" | "e2e_s":
             return math.log(settings.max_latency_ratio)
         case "steps_per_token":
             return -math.log(settings.min_acceptance_ratio)
         case _:
             return settings.max_fault_rate_increase
+
+
+def _slow_share(ratio: float) -> float:
+    """Requests that pass a p95, above the 5 % that should, where a lognormal's own p95 is `ratio` times it."""
+    normal = NormalDist()
+    passing = 1 - normal.cdf(normal.inv_cdf(SLOW_QUANTILE) - math.log(ratio) / REQUEST_SPREAD)
+    return max(0.0, passing - (1 - SLOW_QUANTILE))
 
 
 @dataclass(slots=True)
@@ -137,7 +147,7 @@ def _continues(trace: Trace) -> bool:
     return '"role":"assistant"' in trace.messages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """One metric on both sides, as it stands."""
 
@@ -156,15 +166,11 @@ class Comparison:
 
     @property
     def is_harm(self) -> bool:
-        """Worse for sure, and by an estimate beyond the tolerance."""
-        sure = log_evidence(self.blocks, 0.0, "above") >= math.log(len(METRICS) / ALPHA)
-        return bool(sure) and self.difference > max(self.tolerance, 0.0)
+        return bool(is_harm(self.blocks, self.difference, self.tolerance))
 
-    @cached_property
+    @property
     def is_within(self) -> bool:
-        if not self.must_be_shown:
-            return self.difference <= self.tolerance
-        return bool(log_evidence(self.blocks, self.tolerance, "below") >= math.log(1 / ALPHA))
+        return bool(is_within(self.blocks, self.difference, self.tolerance, self.must_be_shown))
 
     def __str__(self) -> str:
         low, high = interval(self.blocks, ALPHA / len(METRICS), ALPHA)
@@ -179,12 +185,27 @@ class Comparison:
         )
 
 
+def is_harm(blocks: Blocks, difference: Floats | float, tolerance: float) -> NDArray[np.bool_]:
+    """Worse for sure, and by an estimate beyond the tolerance `[...]`."""
+    sure = log_evidence(blocks, 0.0, "above") >= math.log(len(METRICS) / ALPHA)
+    return sure & (difference > max(tolerance, 0.0))
+
+
+def is_within(
+    blocks: Blocks, difference: Floats | float, tolerance: float, must_be_shown: bool
+) -> NDArray[np.bool_]:
+    """The whole interval is within the tolerance, or, where that need not be shown, the estimate `[...]`."""
+    if not must_be_shown:
+        return np.asarray(difference <= tolerance)
+    return np.asarray(log_evidence(blocks, tolerance, "below") >= math.log(1 / ALPHA))
+
+
 def compare(champion: Arm, candidate: Arm, settings: CanarySettings) -> list[Comparison]:
     """Every metric that both sides say something about."""
     times = [s for arm in (champion, candidate) for session in arm.e2e_s.values() for s in session]
     # The p95 of both together treats both alike; the champion's own would make it slow in 5 % by definition.
     slow_s = float(np.quantile(times, SLOW_QUANTILE)) if times else math.inf
-    k = max(1, round((1 - settings.share) / settings.share))
+    k = champions_a_block(settings)
     found = []
     for metric in METRICS:
         ours, theirs = candidate.values(metric, slow_s), champion.values(metric, slow_s)
@@ -198,10 +219,26 @@ def compare(champion: Arm, candidate: Arm, settings: CanarySettings) -> list[Com
                 candidate=float(ours.mean()),
                 blocks=Blocks.of(metric.kind, ours, theirs, k),
                 tolerance=accepted,
-                must_be_shown=sessions_to_show(metric.kind, accepted, ALPHA) <= settings.min_requests,
+                must_be_shown=requests_to_show(metric, settings) <= settings.min_requests,
             )
         )
     return found
+
+
+def requests_to_show(metric: Metric, settings: CanarySettings) -> float:
+    """Size of a canary from which on a metric's tolerance must be shown: equal Stacks then could show it.
+
+    Reckoned with sessions of one request; longer ones need more requests.
+    """
+    base = 1 - SLOW_QUANTILE if metric.name == "slow" else 0.0
+    return sessions_to_show(
+        metric.kind, tolerance(metric, settings), ALPHA, champions_a_block(settings), base
+    )
+
+
+def champions_a_block(settings: CanarySettings) -> int:
+    """Sessions that the champion gets for each of the candidate's."""
+    return max(1, round((1 - settings.share) / settings.share))
 
 
 def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | None:

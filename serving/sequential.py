@@ -90,20 +90,27 @@ def interval(blocks: Blocks, alpha_low: float, alpha_high: float) -> tuple[float
     return -open_end if low is None else low, open_end if high is None else high
 
 
-def sessions_to_show(kind: Kind, tolerance: float, alpha: float) -> float:
-    """Candidate's sessions after which a sound canary could exclude a regression of `tolerance`.
+def sessions_to_show(kind: Kind, tolerance: float, alpha: float, k: int, base: float = 0.0) -> float:
+    """Candidate's sessions after which equal Stacks can be expected to exclude a regression of `tolerance`.
 
-    For shares: with not a single failure on either side. For ratios (`tolerance` is a log): between
-    equal Stacks with `SESSION_SPREAD`, one of the champion's sessions to one of the candidate's.
-    Infinite for a tolerance of nothing.
+    For shares: when a share of `base` of single-request sessions fails on both sides. For ratios
+    (`tolerance` is a log): when a session's log has the spread `SESSION_SPREAD`. Infinite for a
+    tolerance of nothing.
     """
     if tolerance <= 0:
         return math.inf
-    if kind == "share":
-        stakes = len(SHARE_BETS)
-        return math.log(stakes / alpha) / math.log1p(SHARE_BETS[-1] * tolerance / (1 - tolerance))
-    growth = min((tolerance / SESSION_SPREAD) ** 2 / 4, math.log(2))
-    return math.log(len(RATIO_BETS) / alpha) / growth
+    if kind == "ratio":
+        variance = SESSION_SPREAD**2 * (1 + 1 / k)
+        growth = min(tolerance**2 / (2 * variance), math.log(k + 1))
+        return math.log(len(RATIO_BETS) / alpha) / growth
+    failing_K = np.arange(k + 1)
+    chance_K = np.array([math.comb(k, j) * base**j * (1 - base) ** (k - j) for j in failing_K])
+    growth_L = np.zeros(len(SHARE_BETS))
+    for own, chance in ((0.0, 1 - base), (1.0, base)):
+        beyond_K = (tolerance - (own - failing_K / k)) / (1 - tolerance)
+        growth_L += chance * chance_K @ np.log1p(beyond_K[:, None] * SHARE_BETS)
+    growth = float(growth_L.max())
+    return math.log(len(SHARE_BETS) / alpha) / growth if growth > 0 else math.inf
 
 
 def _share_steps(blocks: Blocks, at: float, side: Side) -> Floats:

@@ -36,9 +36,8 @@ class CanarySettings(Section):
     max_fault_rate_increase: float = Field(default=0.02, ge=0, lt=1)
     """The same for faulty answers: empty ones, invalid JSON, invalid tool calls, loops; each by itself."""
     max_latency_ratio: float = Field(default=1.15, gt=0)
-    """Candidate's seconds per output token, and per request, over the champion's that are still accepted."""
-    max_slow_rate_increase: float = Field(default=0.03, ge=0, lt=1)
-    """Requests slower than the p95 of both Stacks together, as a fraction, that the candidate may have more."""
+    """Candidate's seconds per output token, per request, and per request at the p95, over the champion's
+    that are still accepted."""
     min_acceptance_ratio: float = Field(default=0.9, gt=0)
     """Candidate's acceptance length over the champion's that is still accepted, where both speculate."""
 

@@ -118,19 +118,30 @@ def test_intervals_cover_the_truth_at_all_times_at_once(kind: Kind, draw, truth:
 
 @pytest.mark.parametrize("tolerance", [0.01, 0.05])
 def test_the_size_of_a_canary_is_reckoned_right_for_shares(tolerance: float) -> None:
-    needed = math.ceil(sessions_to_show("share", tolerance, 0.05))
+    needed = math.ceil(sessions_to_show("share", tolerance, 0.05, 1))
     for count, shown in ((needed, True), (int(needed * 0.6), False)):
         clean = Blocks.of("share", np.zeros(count), np.zeros(count), 1)
         assert (log_evidence(clean, tolerance, "below") >= math.log(20)) == shown
-    assert sessions_to_show("share", 0.0, 0.05) == math.inf
+    assert sessions_to_show("share", 0.0, 0.05, 1) == math.inf
 
 
 def test_the_size_of_a_canary_is_reckoned_about_right_for_ratios() -> None:
-    needed = sessions_to_show("ratio", math.log(1.15), 0.05)
+    needed = sessions_to_show("ratio", math.log(1.15), 0.05, 1)
     rng = np.random.default_rng(0)
     shown = []
     for count in (0.5 * needed, 2 * needed):
         candidate, champion = rng.normal(0, 0.5, (2, 200, round(count)))
         blocks = Blocks("ratio", candidate, champion[..., None])
         shown.append((log_evidence(blocks, math.log(1.15), "below") >= math.log(20)).mean())
+    assert shown[0] < 0.4 and shown[1] > 0.8
+
+
+def test_the_size_of_a_canary_is_reckoned_about_right_for_shares_that_are_never_zero() -> None:
+    needed = sessions_to_show("share", 0.05, 0.05, 3, base=0.05)
+    rng = np.random.default_rng(1)
+    shown = []
+    for count in (round(0.4 * needed), round(2.5 * needed)):
+        draws = (rng.random((4, 200, count)) < 0.05).astype(float)
+        blocks = Blocks("share", draws[0], np.moveaxis(draws[1:], 0, -1))
+        shown.append((log_evidence(blocks, 0.05, "below") >= math.log(20)).mean())
     assert shown[0] < 0.4 and shown[1] > 0.8
