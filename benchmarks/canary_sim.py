@@ -12,8 +12,8 @@ Keys of the last line: false_alarm_rate (equal candidates taken back for harm), 
 all candidates with a regression that were promoted), requests_to_detect (median requests of the
 candidate until it was taken back for harm, by regression), and besides: detected and missed_by
 regression (what is neither was taken back at the deadline), false_alarm_rate_long_sessions,
-equal_promoted and faster_promoted with the median requests that took, small (the same for a canary
-of 12 requests), canaries.
+equal_promoted and faster_promoted with the median requests that took, all this with the default
+min_requests; small and medium (the same with 12 and 300), canaries.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from strop.serving.canary import (
     champions_a_block,
     is_harm,
     is_within,
-    requests_to_show,
+    sessions_needed,
     tolerance,
 )
 from strop.serving.sequential import Blocks
@@ -43,6 +43,7 @@ Floats = NDArray[np.float64]
 DEADLINE_REQUESTS = 3000
 LOOKS = 60
 CHUNK = 25
+SMALL, MEDIUM = 12, 300
 RATES = {"error": 0.005, "empty": 0.002, "loop": 0.01, "invalid_json": 0.02, "invalid_tool_call": 0.02}
 EVERY_THIRD = {"invalid_json": 0, "invalid_tool_call": 1}
 """Kinds of sessions: a third asks for JSON, another third offers tools."""
@@ -69,7 +70,7 @@ class Regression:
     p95_ratio: float = 1.0
 
 
-SHORT = Traffic(mean_turns=4, most_turns=16, gap=10, sessions=DEADLINE_REQUESTS // 4)
+SHORT = Traffic(mean_turns=4, most_turns=10, gap=10, sessions=DEADLINE_REQUESTS // 4)
 LONG = Traffic(mean_turns=60, most_turns=60, gap=1, sessions=60, together=True)
 EQUAL = Regression()
 FASTER = Regression("30 % faster", token_ratio=0.7)
@@ -131,10 +132,10 @@ class Side:
         sums = {name: (_running(amount), _running(over)) for name, (amount, over) in parts.items()}
         return cls(done_NST, begun_S, e2e_NST, sums)
 
-    def at(self, moment: float) -> tuple[int, NDArray[np.intp]]:
-        """Sessions that have begun, and how many requests of each are done."""
+    def done(self, moment: float) -> NDArray[np.intp]:
+        """How many requests of each session that has begun are done by then, `[canaries, sessions]`."""
         begun = int(np.searchsorted(self.begun_S, moment, "right"))
-        return begun, (self.done_NST[:, :begun] <= moment).sum(axis=-1)
+        return (self.done_NST[:, :begun] <= moment).sum(axis=-1)
 
     def values(self, name: str, done_NS: NDArray[np.intp]) -> Floats:
         """`[canaries, sessions]` of a metric, of the sessions that it applies to."""
@@ -174,49 +175,47 @@ class Outcomes:
 
 
 def simulate(
-    traffic: Traffic, worse: Regression, settings: list[CanarySettings], canaries: int, seed: int
-) -> list[Outcomes]:
-    """The same canaries under each of the settings, which share the split of sessions."""
-    rng = np.random.default_rng(seed)
-    per_unit = champions_a_block(settings[0])
-    chunks = []
-    for _ in range(-(-canaries // CHUNK)):
+    traffic: Traffic, worse: Regression, sizes: list[int], canaries: int, seed: int
+) -> dict[int, Outcomes]:
+    """The same canaries with each of `sizes` as `min_requests`, all else by default."""
+    per_unit = champions_a_block(CanarySettings())
+    harm: list[Floats] = []
+    promoted: dict[int, list[Floats]] = {size: [] for size in sizes}
+    for chunk in range(-(-canaries // CHUNK)):
+        rng = np.random.default_rng([seed, chunk])
         champion = Side.draw(rng, traffic, EQUAL, CHUNK, per_unit)
         candidate = Side.draw(rng, traffic, worse, CHUNK, 1)
-        chunks.append(_play(champion, candidate, settings, per_unit))
-    return [
-        Outcomes(*(np.concatenate(times)[:canaries] for times in zip(*of_setting, strict=True)))
-        for of_setting in zip(*chunks, strict=True)
-    ]
+        harm_N, promoted_by_size = _play(champion, candidate, sizes, per_unit)
+        harm.append(harm_N)
+        for size, promoted_N in promoted_by_size.items():
+            promoted[size].append(promoted_N)
+    harm_N = np.concatenate(harm)[:canaries]
+    return {size: Outcomes(harm_N, np.concatenate(times)[:canaries]) for size, times in promoted.items()}
 
 
 def _play(
-    champion: Side, candidate: Side, settings: list[CanarySettings], per_unit: int
-) -> list[tuple[Floats, Floats]]:
-    count = len(candidate.done_NST)
-    found = [(np.full(count, np.inf), np.full(count, np.inf)) for _ in settings]
+    champion: Side, candidate: Side, sizes: list[int], per_unit: int
+) -> tuple[Floats, dict[int, Floats]]:
+    """Requests of the candidate when it was first seen to do harm, and when it could be promoted, by size."""
+    count, settings = len(candidate.done_NST), CanarySettings()
+    harm_N = np.full(count, np.inf)
+    promoted = {size: np.full(count, np.inf) for size in sizes}
     last = np.quantile(candidate.done_NST[np.isfinite(candidate.done_NST)], 0.99)
-    for moment in np.geomspace(4.0, last, LOOKS) if last > 4 else []:
-        (_, ours_NS), (_, theirs_NS) = candidate.at(moment), champion.at(moment)
+    for moment in np.geomspace(0.5, last, LOOKS):
+        ours_NS, theirs_NS = candidate.done(moment), champion.done(moment)
         ours_N, theirs_N = ours_NS.sum(axis=1), theirs_NS.sum(axis=1)
-        harm_XN = np.zeros((len(settings), count), bool)
-        within_XN = np.ones((len(settings), count), bool)
+        is_within_N = np.ones(count, bool)
         for metric, ours, theirs in _values(candidate, champion, ours_NS, theirs_NS):
             blocks = Blocks.of(metric.kind, ours, theirs, per_unit)
-            difference = ours.mean(axis=1) - theirs.mean(axis=1)
-            for number, canary in enumerate(settings):
-                accepted = tolerance(metric, canary)
-                must_be_shown = requests_to_show(metric, canary) <= canary.min_requests
-                harm_XN[number] |= is_harm(blocks, difference, accepted)
-                within_XN[number] &= is_within(blocks, difference, accepted, must_be_shown)
-        for (harm_N, promoted_N), harm, within, canary in zip(
-            found, harm_XN, within_XN, settings, strict=True
-        ):
-            whole = (ours_N >= canary.min_requests) & (theirs_N >= canary.min_requests)
-            harm_N[harm & np.isinf(harm_N)] = ours_N[harm & np.isinf(harm_N)]
-            ready = within & whole & ~harm & np.isinf(promoted_N)
-            promoted_N[ready] = ours_N[ready]
-    return found
+            difference, accepted = ours.mean(axis=1) - theirs.mean(axis=1), tolerance(metric, settings)
+            must_be_shown = len(blocks) >= sessions_needed(metric, settings)
+            first = is_harm(blocks, difference, accepted) & np.isinf(harm_N)
+            harm_N[first] = ours_N[first]
+            is_within_N &= is_within(blocks, difference, accepted, must_be_shown)
+        for size, promoted_N in promoted.items():
+            ready = is_within_N & (ours_N >= size) & (theirs_N >= size) & np.isinf(promoted_N)
+            promoted_N[ready & (ours_N < harm_N)] = ours_N[ready & (ours_N < harm_N)]
+    return harm_N, promoted
 
 
 def _values(
@@ -264,14 +263,10 @@ def main() -> None:
     equal_canaries = arguments.canaries // 10 if arguments.quick else arguments.canaries
     canaries = max(CHUNK, equal_canaries // 5)
     began = time.perf_counter()
-    default = CanarySettings()
-    settings = [
-        default,
-        default.model_copy(update={"min_requests": 12}),
-        default.model_copy(update={"min_requests": 1500}),
-    ]
+    default = CanarySettings().min_requests
+    sizes = [SMALL, MEDIUM, default]
 
-    runs: dict[str, list[Outcomes]] = {}
+    runs: dict[str, dict[int, Outcomes]] = {}
     for number, (name, traffic, worse, n) in enumerate(
         [
             ("equal", SHORT, EQUAL, equal_canaries),
@@ -280,17 +275,17 @@ def main() -> None:
             *((worse.name, SHORT, worse, canaries) for worse in REGRESSIONS),
         ]
     ):
-        runs[name] = simulate(traffic, worse, settings, n, arguments.seed + number)
+        runs[name] = simulate(traffic, worse, sizes, n, arguments.seed + number)
 
     table = Table(
         "candidate", "min_requests", "promoted", "at request", "taken back for harm", "at request", "at the deadline",
         title=f"{equal_canaries} canaries with an equal candidate, {canaries} of each other kind",
     )  # fmt: skip
     for name, outcomes in runs.items():
-        for canary, found in zip(settings, outcomes, strict=True):
+        for size, found in outcomes.items():
             table.add_row(
                 name,
-                str(canary.min_requests),
+                str(size),
                 f"{found.promoted.mean():.1%}",
                 _median(found.promoted_N[found.promoted]),
                 f"{found.detected.mean():.1%}",
@@ -299,16 +294,16 @@ def main() -> None:
             )
     Console(width=120).print(table)
 
-    def figures(number: int) -> dict[str, object]:
-        of = {worse.name: runs[worse.name][number] for worse in REGRESSIONS}
-        equal, faster = runs["equal"][number], runs[FASTER.name][number]
+    def figures(size: int) -> dict[str, object]:
+        of = {worse.name: runs[worse.name][size] for worse in REGRESSIONS}
+        equal, faster = runs["equal"][size], runs[FASTER.name][size]
         return {
             "false_alarm_rate": equal.false_alarm_rate,
             "missed": round(float(np.mean([o.promoted.mean() for o in of.values()])), 4),
             "requests_to_detect": {n: _whole(o.harm_N[o.detected]) for n, o in of.items()},
             "detected": {n: round(float(o.detected.mean()), 4) for n, o in of.items()},
             "missed_by": {n: round(float(o.promoted.mean()), 4) for n, o in of.items()},
-            "false_alarm_rate_long_sessions": runs["equal, long sessions"][number].false_alarm_rate,
+            "false_alarm_rate_long_sessions": runs["equal, long sessions"][size].false_alarm_rate,
             "equal_promoted": round(float(equal.promoted.mean()), 4),
             "equal_requests": _whole(equal.promoted_N[equal.promoted]),
             "faster_promoted": round(float(faster.promoted.mean()), 4),
@@ -318,9 +313,9 @@ def main() -> None:
     print(
         json.dumps(
             {
-                **figures(0),
-                "small": figures(1),
-                "large": figures(2),
+                **figures(default),
+                "small": figures(SMALL),
+                "medium": figures(MEDIUM),
                 "canaries": equal_canaries,
                 "seconds": round(time.perf_counter() - began, 1),
             }

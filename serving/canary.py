@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.serving.quality import flags
-from strop.serving.sequential import Blocks, Floats, Kind, interval, log_evidence, sessions_to_show
+from strop.serving.sequential import (
+    Blocks,
+    Floats,
+    Kind,
+    interval,
+    log_evidence,
+    log_evidence_of_more,
+    sessions_to_show,
+)
 from strop.serving.settings import CanarySettings
 from strop.serving.traces import Trace
 
@@ -22,6 +30,8 @@ ALPHA = 0.05
 """Chance, over the whole canary and all metrics, of taking back a candidate equal to the champion for
 harm; and for each tolerance that must be shown, of promoting a candidate beyond it."""
 SLOW_QUANTILE = 0.95
+FAILING = 0.01
+"""Share of requests with any one fault that a sound Stack is reckoned to have."""
 REQUEST_SPREAD = 0.8
 """Standard deviation of a request's log time, which makes a ratio of p95s a share of slow requests."""
 Session = tuple[str, str]
@@ -174,20 +184,21 @@ class Comparison:
 
     def __str__(self) -> str:
         low, high = interval(self.blocks, ALPHA / len(METRICS), ALPHA)
+        chance = math.exp(-max(0.0, float(log_evidence_of_more(self.blocks))))
         if self.metric.kind == "share":
             return (
                 f"{self.candidate:.1%} of its requests {self.metric.words}, {self.champion:.1%} of the champion's "
-                f"(difference {low:+.1%} to {high:+.1%}, accepted {self.tolerance:+.1%})"
+                f"(difference {low:+.1%} to {high:+.1%}, accepted {self.tolerance:+.1%}; chance if equal {chance:.2g})"
             )
         return (
             f"{math.exp(self.difference):.2f} times the champion's {self.metric.words} "
-            f"({math.exp(low):.2f} to {math.exp(high):.2f}, accepted {math.exp(self.tolerance):.2f})"
+            f"({math.exp(low):.2f} to {math.exp(high):.2f}, accepted {math.exp(self.tolerance):.2f}; chance if equal {chance:.2g})"
         )
 
 
 def is_harm(blocks: Blocks, difference: Floats | float, tolerance: float) -> NDArray[np.bool_]:
     """Worse for sure, and by an estimate beyond the tolerance `[...]`."""
-    sure = log_evidence(blocks, 0.0, "above") >= math.log(len(METRICS) / ALPHA)
+    sure = log_evidence_of_more(blocks) >= math.log(len(METRICS) / ALPHA)
     return sure & (difference > max(tolerance, 0.0))
 
 
@@ -212,25 +223,23 @@ def compare(champion: Arm, candidate: Arm, settings: CanarySettings) -> list[Com
         if not len(ours) or not len(theirs):
             continue
         accepted = tolerance(metric, settings)
+        blocks = Blocks.of(metric.kind, ours, theirs, k)
         found.append(
             Comparison(
                 metric=metric,
                 champion=float(theirs.mean()),
                 candidate=float(ours.mean()),
-                blocks=Blocks.of(metric.kind, ours, theirs, k),
+                blocks=blocks,
                 tolerance=accepted,
-                must_be_shown=requests_to_show(metric, settings) <= settings.min_requests,
+                must_be_shown=len(blocks) >= sessions_needed(metric, settings),
             )
         )
     return found
 
 
-def requests_to_show(metric: Metric, settings: CanarySettings) -> float:
-    """Size of a canary from which on a metric's tolerance must be shown: equal Stacks then could show it.
-
-    Reckoned with sessions of one request; longer ones need more requests.
-    """
-    base = 1 - SLOW_QUANTILE if metric.name == "slow" else 0.0
+def sessions_needed(metric: Metric, settings: CanarySettings) -> float:
+    """Candidate's sessions from which on a metric's tolerance must be shown: equal Stacks then could show it."""
+    base = 1 - SLOW_QUANTILE if metric.name == "slow" else FAILING
     return sessions_to_show(
         metric.kind, tolerance(metric, settings), ALPHA, champions_a_block(settings), base
     )
@@ -273,5 +282,6 @@ def counted(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
 def shortfall(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
     """What is missing for a promotion."""
     if min(champion.requests, candidate.requests) < settings.min_requests:
-        return counted(champion, candidate, settings)
+        remedy = "raise deadline_s or share of serving.canary, or lower its min_requests"
+        return f"{counted(champion, candidate, settings)} ({remedy})"
     return "; ".join(str(c) for c in compare(champion, candidate, settings) if not c.is_within)

@@ -6,16 +6,19 @@ of one factor a block, averaged over a few bets, whose expectation is at most 1 
 tests is true. Ville's inequality (1939) then bounds the chance that it *ever* reaches 1/alpha by
 alpha, whenever one looks and for whatever reason one stops.
 
-Shares of requests (errors, invalid JSON): the difference of a block lies in [-1, 1] and nothing
-else is assumed but that its mean is the same in every block. The factors are the bets of
-Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting, JRSS B 86 (2024).
+Whether they are equal at all: then which of the k + 1 sessions of a block was the candidate's says
+nothing, and the factor exp(b x) / mean over the block of exp(b x_j) has expectation exactly 1,
+given the values, whatever their distribution and however heavy its tail (Koning, arXiv 2310.01153;
+Pérez-Ortiz, Lardy, de Heide and Grünwald, E-statistics, group invariance and anytime-valid testing,
+Annals of Statistics 52, 2024). This is the sharpest test here, and it tests nothing but equality.
 
-Ratios (times, acceptance length): values are logs, with tails too heavy for such bounds. If the two
-Stacks are alike, then which of the k + 1 sessions of a block was the candidate's says nothing:
-the factor exp(b x) / mean over the block of exp(b x_j) has expectation exactly 1, given the values,
-whatever their distribution (Koning, arXiv 2310.01153; Perez-Ortiz, Lardy, de Heide and Grünwald,
-E-statistics, group invariance and anytime-valid testing, Annals of Statistics 52, 2024). Shifting
-the candidate's values tests any other ratio, which takes them to differ by a constant factor.
+By how much, for ratios (times, acceptance length; values are logs): the same with the candidate's
+values shifted, which takes the two Stacks to differ by a constant factor.
+
+By how much, for shares of requests (errors, invalid JSON): the difference of a block lies in
+[-1, 1], and nothing is assumed but that its mean is the same in every block. The factors are the
+bets of Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting, JRSS B 86
+(2024).
 
 Intervals are all the values not rejected (Howard, Ramdas, McAuliffe and Sekhon, Time-uniform,
 nonparametric, nonasymptotic confidence sequences, Annals of Statistics 49, 2021).
@@ -35,8 +38,8 @@ Kind = Literal["share", "ratio"]
 
 SHARE_BETS = np.array([0.12, 0.24, 0.48, 0.95])
 """Stakes as fractions of what a block may lose; 1 would lose everything at the worst block."""
-RATIO_BETS = np.array([0.5, 1.0, 2.0, 4.0, 8.0])
-"""Slopes per unit of log; the best one is a session's effect over its variance."""
+TILTS = np.array([0.5, 1.0, 2.0, 4.0, 8.0])
+"""Bets that larger values are the candidate's, per unit; the best is the effect over the variance."""
 SESSION_SPREAD = 0.5
 """Standard deviation of a session's log time that the size of a canary is reckoned with."""
 
@@ -62,6 +65,13 @@ class Blocks:
         return self.candidate_B.shape[-1]
 
 
+def log_evidence_of_more(blocks: Blocks) -> Floats:
+    """Log e-value `[...]` that the two are not equal: the candidate's values are the larger ones."""
+    if len(blocks) == 0:
+        return np.zeros(blocks.candidate_B.shape[:-1])
+    return _log_mean_exp(_tilt_steps(blocks, 0.0, "above").sum(axis=-2))
+
+
 def log_evidence(blocks: Blocks, at: float, side: Side) -> Floats:
     """Log e-value `[...]` that the candidate minus the champion is above (or below) `at`.
 
@@ -69,7 +79,7 @@ def log_evidence(blocks: Blocks, at: float, side: Side) -> Floats:
     """
     if len(blocks) == 0:
         return np.zeros(blocks.candidate_B.shape[:-1])
-    steps_BL = _share_steps(blocks, at, side) if blocks.kind == "share" else _ratio_steps(blocks, at, side)
+    steps_BL = _share_steps(blocks, at, side) if blocks.kind == "share" else _tilt_steps(blocks, at, side)
     return _log_mean_exp(steps_BL.sum(axis=-2))
 
 
@@ -90,7 +100,7 @@ def interval(blocks: Blocks, alpha_low: float, alpha_high: float) -> tuple[float
     return -open_end if low is None else low, open_end if high is None else high
 
 
-def sessions_to_show(kind: Kind, tolerance: float, alpha: float, k: int, base: float = 0.0) -> float:
+def sessions_to_show(kind: Kind, tolerance: float, alpha: float, k: int, base: float) -> float:
     """Candidate's sessions after which equal Stacks can be expected to exclude a regression of `tolerance`.
 
     For shares: when a share of `base` of single-request sessions fails on both sides. For ratios
@@ -102,7 +112,7 @@ def sessions_to_show(kind: Kind, tolerance: float, alpha: float, k: int, base: f
     if kind == "ratio":
         variance = SESSION_SPREAD**2 * (1 + 1 / k)
         growth = min(tolerance**2 / (2 * variance), math.log(k + 1))
-        return math.log(len(RATIO_BETS) / alpha) / growth
+        return math.log(len(TILTS) / alpha) / growth
     failing_K = np.arange(k + 1)
     chance_K = np.array([math.comb(k, j) * base**j * (1 - base) ** (k - j) for j in failing_K])
     growth_L = np.zeros(len(SHARE_BETS))
@@ -120,11 +130,11 @@ def _share_steps(blocks: Blocks, at: float, side: Side) -> Floats:
     return np.log1p(beyond_B[..., None] * SHARE_BETS)
 
 
-def _ratio_steps(blocks: Blocks, at: float, side: Side) -> Floats:
-    slopes = RATIO_BETS if side == "above" else -RATIO_BETS
+def _tilt_steps(blocks: Blocks, at: float, side: Side) -> Floats:
+    tilts_L = TILTS if side == "above" else -TILTS
     # Only differences within a block count: with the candidate at 0, no exponent needs its value.
     gaps_BK = blocks.champion_BK - (blocks.candidate_B - at)[..., None]
-    exponents_BKL = gaps_BK[..., None] * slopes
+    exponents_BKL = gaps_BK[..., None] * tilts_L
     peak_BL = np.maximum(exponents_BKL.max(axis=-2), 0)
     total_BL = np.exp(exponents_BKL - peak_BL[..., None, :]).sum(axis=-2) + np.exp(-peak_BL)
     return math.log(gaps_BK.shape[-1] + 1) - peak_BL - np.log(total_BL)

@@ -25,10 +25,9 @@ class CaptureSettings(Section):
 class CanarySettings(Section):
     share: float = Field(default=0.25, gt=0, lt=1)
     """Share of sessions that the candidate serves during the canary."""
-    min_requests: int = Field(default=500, ge=1)
-    """Requests that each of the two must have served before a cut-over. The number also decides what has
-    to be shown: a tolerance that a sound canary of this size could show must be shown; of the others only
-    the estimate must be within it. See docs/canary.md for the numbers."""
+    min_requests: int = Field(default=1000, ge=1)
+    """Requests that each of the two must have served before a cut-over. More of them find smaller harm:
+    docs/canary.md has how much. Below a few hundred only gross harm is found."""
     deadline_s: float = Field(default=3600, gt=0)
     """Without enough evidence by then, the candidate is taken back."""
     max_error_rate_increase: float = Field(default=0.01, ge=0, lt=1)
