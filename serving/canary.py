@@ -182,17 +182,21 @@ class Comparison:
     def is_within(self) -> bool:
         return bool(is_within(self.blocks, self.difference, self.tolerance, self.must_be_shown))
 
+    @property
+    def chance_if_equal(self) -> float:
+        """Greatest chance that equal Stacks would ever have looked so unequal."""
+        return math.exp(-max(0.0, float(log_evidence_of_more(self.blocks))))
+
     def __str__(self) -> str:
         low, high = interval(self.blocks, ALPHA / len(METRICS), ALPHA)
-        chance = math.exp(-max(0.0, float(log_evidence_of_more(self.blocks))))
         if self.metric.kind == "share":
             return (
                 f"{self.candidate:.1%} of its requests {self.metric.words}, {self.champion:.1%} of the champion's "
-                f"(difference {low:+.1%} to {high:+.1%}, accepted {self.tolerance:+.1%}; chance if equal {chance:.2g})"
+                f"(difference {low:+.1%} to {high:+.1%}, accepted {self.tolerance:+.1%})"
             )
         return (
             f"{math.exp(self.difference):.2f} times the champion's {self.metric.words} "
-            f"({math.exp(low):.2f} to {math.exp(high):.2f}, accepted {math.exp(self.tolerance):.2f}; chance if equal {chance:.2g})"
+            f"({math.exp(low):.2f} to {math.exp(high):.2f}, accepted {math.exp(self.tolerance):.2f})"
         )
 
 
@@ -256,7 +260,7 @@ def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | Non
     Raises TakenBack when the candidate is worse than the settings allow.
     """
     comparisons = compare(champion, candidate, settings)
-    if harms := [str(c) for c in comparisons if c.is_harm]:
+    if harms := [f"{c}, by chance at most {c.chance_if_equal:.2g}" for c in comparisons if c.is_harm]:
         raise TakenBack(f"it is worse on live traffic: {'; '.join(harms)}")
     if min(champion.requests, candidate.requests) < settings.min_requests:
         return None

@@ -265,7 +265,9 @@ class TraceStore:
 
         Adds the files it has read to `seen`: a file never changes once it has its name.
         """
-        for path in sorted(self.root.glob(f"day=*/stack_id={stack[:16]}/*.parquet")):
+        first_day = f"day={moment.astimezone(UTC):%Y-%m-%d}"
+        days = [folder for folder in self.root.glob("day=*") if folder.name >= first_day]
+        for path in sorted(path for day in days for path in day.glob(f"stack_id={stack[:16]}/*.parquet")):
             if path in seen:
                 continue
             try:

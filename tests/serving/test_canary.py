@@ -90,7 +90,7 @@ def _text(text: str) -> list[Choice]:
         ({"choices": lambda n: _text("{" if n % 3 == 0 else "{}"), "format": FORMAT}, "got invalid JSON"),
         ({"choices": lambda n: _text("<tool_call>"), "format": TOOL_FORMAT}, "got an invalid tool call"),
         ({"choices": [Choice(0, [7] * 99, "again", "length")]}, "repetition loop"),
-        ({"slower": 1.5}, r"1\.\d+ times the champion's seconds per output token \(1\.\d+ to 1\.\d+, accepted 1\.15; chance if equal "),
+        ({"slower": 1.5}, r"1\.\d+ times the champion's seconds per output token \(1\.\d+ to 1\.\d+, accepted 1\.15\), by chance at most \d"),
         ({"tail": 3.0}, r"1\d\.\d% of its requests were slower than the p95 of both"),
     ],
 )  # fmt: skip
