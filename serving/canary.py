@@ -21,6 +21,7 @@ from strop.serving.sequential import (
     interval,
     log_evidence,
     log_evidence_of_more,
+    pair_up,
     sessions_to_show,
 )
 from strop.serving.settings import CanarySettings
@@ -99,12 +100,19 @@ class Arm:
         default_factory=lambda: {metric.name: {} for metric in METRICS}
     )
     """Sums of a session's `amount` and `over`; its value is their quotient."""
+    looks: dict[str, list[int]] = field(default_factory=lambda: {metric.name: [] for metric in METRICS})
+    """At which call of `add` each of these sessions appeared."""
     e2e_s: dict[Session, list[float]] = field(default_factory=dict)
     """Of the requests that count as whole-request times."""
     _known: set[Session] = field(default_factory=set)
+    _look: int = 0
 
     def add(self, traces: Iterable[Trace]) -> None:
-        """Count requests. What a client did (499, or another 4xx) says nothing about the Stack."""
+        """Count the requests seen at one more look; both arms are looked at equally often.
+
+        What a client did (499, or another 4xx) says nothing about the Stack.
+        """
+        self._look += 1
         for trace in sorted(traces, key=lambda t: t.started_at):
             if 400 <= trace.status < 500:
                 continue
@@ -116,6 +124,8 @@ class Arm:
             for name, (amount, over) in observe(trace).items():
                 if moved and name == "e2e_s":
                     continue
+                if session not in self.parts[name]:
+                    self.looks[name].append(self._look)
                 before = self.parts[name].get(session, (0.0, 0.0))
                 self.parts[name][session] = (before[0] + amount, before[1] + over)
                 if name == "e2e_s":
@@ -227,7 +237,11 @@ def compare(champion: Arm, candidate: Arm, settings: CanarySettings) -> list[Com
         if not len(ours) or not len(theirs):
             continue
         accepted = tolerance(metric, settings)
-        blocks = Blocks.of(metric.kind, ours, theirs, k)
+        appeared = "e2e_s" if metric.name == "slow" else metric.name
+        own_B, others_BK = pair_up(candidate.looks[appeared], champion.looks[appeared], k)
+        blocks = Blocks(
+            metric.kind, ours[np.array(own_B, int)], theirs[np.reshape(others_BK, (-1, k)).astype(int)]
+        )
         found.append(
             Comparison(
                 metric=metric,

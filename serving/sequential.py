@@ -1,7 +1,7 @@
 """Evidence that may be looked at as often as one likes: e-values and the intervals they make.
 
 The unit is a session. Sessions of the two Stacks are compared in blocks of one of the candidate's
-and k of the champion's, in order of appearance. Each function here returns the log of a product
+and k of the champion's, which appeared at about the same time. Each function here returns the log of a product
 of one factor a block, averaged over a few bets, whose expectation is at most 1 if the claim it
 tests is true. Ville's inequality (1939) then bounds the chance that it *ever* reaches 1/alpha by
 alpha, whenever one looks and for whatever reason one stops.
@@ -25,7 +25,7 @@ nonparametric, nonasymptotic confidence sequences, Annals of Statistics 49, 2021
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +63,27 @@ class Blocks:
 
     def __len__(self) -> int:
         return self.candidate_B.shape[-1]
+
+
+def pair_up(candidate: Sequence[int], champion: Sequence[int], k: int) -> tuple[list[int], list[list[int]]]:
+    """Which sessions make a block: indices of the candidate's, and of the champion's `k` for each.
+
+    Takes the looks at which sessions appeared, in order. A block is made as soon as it can be, of the
+    newest sessions that are left, so that a Stack with more than its share is not compared with a
+    time long ago; and once made it stays, whatever comes later.
+    """
+    ours: list[int] = []
+    theirs: list[int] = []
+    blocks: list[tuple[int, list[int]]] = []
+    arrivals = [(look, 0, i) for i, look in enumerate(champion)] + [
+        (look, 1, i) for i, look in enumerate(candidate)
+    ]
+    for _, is_ours, index in sorted(arrivals):
+        (ours if is_ours else theirs).append(index)
+        if ours and len(theirs) >= k:
+            blocks.append((ours.pop(), theirs[-k:]))
+            del theirs[-k:]
+    return [own for own, _ in blocks], [others for _, others in blocks]
 
 
 def log_evidence_of_more(blocks: Blocks) -> Floats:

@@ -12,6 +12,7 @@ from strop.serving.sequential import (
     interval,
     log_evidence,
     log_evidence_of_more,
+    pair_up,
     sessions_to_show,
 )
 
@@ -86,10 +87,29 @@ def test_too_few_sessions_bound_nothing() -> None:
     assert interval(Blocks.of("ratio", np.zeros(2), np.zeros(6), 3), 0.05, 0.05) == (-math.inf, math.inf)
 
 
-def test_a_block_is_filled_in_order_and_what_is_over_waits() -> None:
+def test_sessions_in_step_fill_blocks_in_order() -> None:
     blocks = Blocks.of("share", np.arange(4) / 10, np.arange(7) / 10, 3)
     assert blocks.candidate_B.tolist() == [0.0, 0.1]
     assert blocks.champion_BK.tolist() == [[0.0, 0.1, 0.2], [0.3, 0.4, 0.5]]
+
+
+arrivals = st.lists(st.integers(0, 30), max_size=40).map(sorted)
+
+
+@given(arrivals, arrivals, st.integers(1, 3), st.integers(0, 30))
+def test_blocks_are_disjoint_and_once_made_stay(ours: list[int], theirs: list[int], k: int, now: int) -> None:
+    own, others = pair_up(ours, theirs, k)
+    assert len(own) == len(others) == len(set(own)) == min(len(ours), len(theirs) // k)
+    assert all(len(block) == k for block in others)
+    assert len({i for block in others for i in block}) == k * len(others)
+    earlier = pair_up([look for look in ours if look <= now], [look for look in theirs if look <= now], k)
+    assert own[: len(earlier[0])] == earlier[0] and others[: len(earlier[1])] == earlier[1]
+
+
+def test_a_block_is_of_one_time_where_one_side_has_more_than_its_share() -> None:
+    ours, theirs = list(range(0, 300, 5)), list(range(0, 300, 2))
+    for own, others in zip(*pair_up(ours, theirs, 1), strict=True):
+        assert abs(ours[own] - theirs[others[0]]) <= 2
 
 
 def _share(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
