@@ -211,7 +211,7 @@ def _play(
             must_be_shown = len(blocks) >= sessions_needed(metric, settings)
             first = is_harm(blocks, difference, accepted) & np.isinf(harm_N)
             harm_N[first] = ours_N[first]
-            is_within_N &= is_within(blocks, difference, accepted, must_be_shown)
+            is_within_N &= is_within(metric, blocks, difference, accepted, must_be_shown)
         for size, promoted_N in promoted.items():
             ready = is_within_N & (ours_N >= size) & (theirs_N >= size) & np.isinf(promoted_N)
             promoted_N[ready & (ours_N < harm_N)] = ours_N[ready & (ours_N < harm_N)]
@@ -258,7 +258,7 @@ def main() -> None:
         default=1000,
         help="with an equal candidate; a fifth of it for each other kind",
     )
-    parser.add_argument("--seed", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=30_000)
     arguments = parser.parse_args()
     equal_canaries = arguments.canaries // 10 if arguments.quick else arguments.canaries
     canaries = max(CHUNK, equal_canaries // 5)

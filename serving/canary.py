@@ -50,11 +50,14 @@ class Metric:
     kind: Kind
     words: str
     """What the candidate does if it is worse; for shares, of requests."""
+    excuses_noise: bool = True
+    """Whether an estimate beyond the tolerance may be put down to its error; not where a sound Stack has
+    next to none."""
 
 
 METRICS = (
-    Metric("error", "share", "failed"),
-    Metric("empty", "share", "were answered with nothing"),
+    Metric("error", "share", "failed", excuses_noise=False),
+    Metric("empty", "share", "were answered with nothing", excuses_noise=False),
     Metric("invalid_json", "share", "that asked for JSON got invalid JSON"),
     Metric("invalid_tool_call", "share", "that offered tools got an invalid tool call"),
     Metric("loop", "share", "ended up in a repetition loop"),
@@ -178,7 +181,7 @@ class Comparison:
     blocks: Blocks
     tolerance: float
     must_be_shown: bool
-    """Whether the whole interval has to be within the tolerance, or the estimate only."""
+    """Whether the whole interval has to be within the tolerance, or about the estimate only."""
 
     @property
     def difference(self) -> float:
@@ -190,7 +193,7 @@ class Comparison:
 
     @property
     def is_within(self) -> bool:
-        return bool(is_within(self.blocks, self.difference, self.tolerance, self.must_be_shown))
+        return bool(is_within(self.metric, self.blocks, self.difference, self.tolerance, self.must_be_shown))
 
     @property
     def chance_if_equal(self) -> float:
@@ -217,12 +220,26 @@ def is_harm(blocks: Blocks, difference: Floats | float, tolerance: float) -> NDA
 
 
 def is_within(
-    blocks: Blocks, difference: Floats | float, tolerance: float, must_be_shown: bool
+    metric: Metric, blocks: Blocks, difference: Floats | float, tolerance: float, must_be_shown: bool
 ) -> NDArray[np.bool_]:
-    """The whole interval is within the tolerance, or, where that need not be shown, the estimate `[...]`."""
-    if not must_be_shown:
-        return np.asarray(difference <= tolerance)
-    return np.asarray(log_evidence(blocks, tolerance, "below") >= math.log(1 / ALPHA))
+    """Whether the tolerance is not in doubt `[...]`.
+
+    The whole interval is within it; where that need not be shown, the estimate; and where the estimate
+    is noisier than the tolerance is wide, the estimate less its standard error (`excuses_noise`).
+    """
+    if must_be_shown:
+        return np.asarray(log_evidence(blocks, tolerance, "below") >= math.log(1 / ALPHA))
+    error = _standard_error(blocks)
+    excused = np.where(error > tolerance, error, 0.0) if metric.excuses_noise else 0.0
+    return np.asarray(difference - excused <= tolerance)
+
+
+def _standard_error(blocks: Blocks) -> Floats:
+    """Of the mean difference over blocks `[...]`; with fewer than two, none is granted."""
+    difference_B = blocks.candidate_B - blocks.champion_BK.mean(axis=-1)
+    if len(blocks) < 2:
+        return np.zeros(difference_B.shape[:-1])
+    return difference_B.std(axis=-1, ddof=1) / math.sqrt(len(blocks))
 
 
 def compare(champion: Arm, candidate: Arm, settings: CanarySettings) -> list[Comparison]:
