@@ -64,6 +64,18 @@ def test_a_small_canary_waits_while_an_estimate_is_beyond_its_tolerance(make_tra
     assert decide(champion, candidate, allowed)
 
 
+def test_a_small_canary_does_not_wait_for_noise_to_settle_but_for_errors(make_trace) -> None:
+    def faulty(*numbers: int) -> dict[str, Any]:
+        return {"format": FORMAT, "choices": lambda n: _text("{" if n in numbers else "{}")}
+
+    champion, candidate = _arm(make_trace, 14, 0, **faulty(2, 7)), _arm(make_trace, 14, 1, **faulty(0, 5, 9))
+    invalid = next(c for c in compare(champion, candidate, SMALL) if c.metric.name == "invalid_json")
+    assert invalid.difference > invalid.tolerance and invalid.is_within
+    failed = _arm(make_trace, 14, 1, status=lambda n: 500 if n == 0 else 200)
+    assert decide(champion, failed, SMALL) is None
+    assert "7.1% of its requests failed" in shortfall(champion, failed, SMALL)
+
+
 def test_a_large_canary_has_to_show_that_it_is_no_worse(make_trace) -> None:
     wide = {"max_error_rate_increase": 0.1, "max_fault_rate_increase": 0.1, "max_latency_ratio": 1.6}
     settings = CanarySettings(share=0.5, min_requests=50, **wide)
