@@ -290,7 +290,7 @@ def main() -> None:
                 _median(found.promoted_N[found.promoted]),
                 f"{found.detected.mean():.1%}",
                 _median(found.harm_N[found.detected]),
-                f"{1 - found.promoted.mean() - found.detected.mean():.1%}",
+                f"{(~found.promoted & ~found.detected).mean():.1%}",
             )
     Console(width=120).print(table)
 

@@ -31,7 +31,7 @@ class _Fleet:
     def renew(self, _stack: Stack, _lease_s: float | None) -> None: ...
 
     def status(self) -> Any:
-        replicas = [SimpleNamespace(alive=True)]
+        replicas = [SimpleNamespace(alive=True, restarts=0)]
         return SimpleNamespace(pools=[SimpleNamespace(fingerprint=p, replicas=replicas) for p in self.pools])
 
 
