@@ -95,7 +95,7 @@ def _write_config(
         "serving": {
             "port": port,
             "served_model": demo_model.NAME,
-            "canary": {"share": 0.5, "min_requests": 12},
+            "canary": {"share": 0.5, "min_requests": 12, "deadline_s": 300},
             **serving,
         },
         "speculators": {"minutes": train_minutes},

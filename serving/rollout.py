@@ -5,20 +5,21 @@ every replica it had, so taking the candidate back is a change of weights. No re
 to a candidate before it has answered known requests as the champion does.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from strop.serving.canary import Arm, TakenBack, counted, decide, shortfall
 from strop.serving.cluster import LEASE_S, RemoteFleet
 from strop.serving.process import ProcessError
 from strop.serving.settings import CanarySettings
 from strop.serving.stack import Stack
-from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
+from strop.serving.traces import PROBE_TENANT, TraceStore
 
 Check = Callable[[str, str], list[str]]
 """Given the champion's and the candidate's URL, the reasons why the candidate's answers are wrong."""
@@ -44,10 +45,6 @@ class Rollout:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class TakenBack(Exception):
-    """Why the candidate has to go."""
 
 
 def roll_out(
@@ -115,59 +112,6 @@ def roll_out(
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """What one Stack did on live traffic. Latency is the median of seconds per output token."""
-
-    requests: int
-    errors: int
-    empty: int
-    latency_s: float | None
-
-    @property
-    def failure_rate(self) -> float:
-        return (self.errors + self.empty) / self.requests if self.requests else 0.0
-
-    @classmethod
-    def of(cls, traces: list[Trace]) -> "Arm":
-        # A client that went away (499) or sent nonsense (4xx) says nothing about the Stack.
-        counted = [t for t in traces if not 400 <= t.status < 500]
-        served = [t for t in counted if t.status < 400]
-        per_token = [s for t in served if (s := _seconds_per_token(t)) is not None]
-        return cls(
-            requests=len(counted),
-            errors=len(counted) - len(served),
-            empty=sum(1 for t in served if len(t.output_token_ids) <= 1),
-            latency_s=statistics.median(per_token) if per_token else None,
-        )
-
-
-def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | None:
-    """None while there is too little evidence, else why the candidate may be cut over to.
-
-    Raises TakenBack when the candidate is worse than the settings allow.
-    """
-    if candidate.requests < settings.min_requests:
-        if candidate.errors > settings.min_requests * settings.max_error_rate_increase + champion.errors:
-            raise TakenBack(f"{candidate.errors} of its {candidate.requests} live requests failed")
-        return None
-    increase = candidate.failure_rate - champion.failure_rate
-    if increase > settings.max_error_rate_increase:
-        raise TakenBack(
-            f"{candidate.failure_rate:.1%} of its {candidate.requests} live requests failed or were empty, "
-            f"against {champion.failure_rate:.1%} of the champion's {champion.requests}"
-        )
-    if champion.requests < settings.min_requests or not champion.latency_s or not candidate.latency_s:
-        return None
-    ratio = candidate.latency_s / champion.latency_s
-    if ratio > settings.max_latency_ratio:
-        raise TakenBack(f"it took {ratio:.2f} times the champion's seconds per output token on live traffic")
-    return (
-        f"{candidate.requests} live requests against {champion.requests}: {candidate.errors} errors, "
-        f"{ratio:.2f} times the champion's seconds per output token"
-    )
-
-
 def _add(fleet: RemoteFleet, candidate: Stack) -> str:
     try:
         return fleet.add(candidate, LEASE_S)
@@ -185,21 +129,27 @@ def _observe(
     on_evidence: Callable[[float, str], None],
 ) -> str:
     deadline = time.monotonic() + settings.deadline_s
+    theirs, ours = Arm(), Arm()
+    seen: set[Path] = set()
     while time.monotonic() < deadline:
         fleet.renew(candidate, LEASE_S)
         pools = {p.fingerprint: p for p in fleet.status().pools}
         if any(r.restarts or not r.alive for r in pools[candidate.fingerprint].replicas):
             raise TakenBack("one of its replicas crashed")
-        arms = [Arm.of(list(store.since(since, stack.fingerprint))) for stack in (champion, candidate)]
-        if (evidence := decide(arms[0], arms[1], settings)) is not None:
+        before = theirs.requests + ours.requests
+        theirs.add(store.fresh(since, champion.fingerprint, seen))
+        ours.add(store.fresh(since, candidate.fingerprint, seen))
+        is_news = theirs.requests + ours.requests > before
+        if is_news and (evidence := decide(theirs, ours, settings)) is not None:
             return evidence
-        counts = [arm.requests for arm in arms]
         on_evidence(
-            min(1.0, min(counts) / settings.min_requests),
-            f"{counts[1]} live requests to the candidate, {counts[0]} to the champion; {settings.min_requests} each are needed",
+            min(1.0, min(theirs.requests, ours.requests) / settings.min_requests),
+            counted(theirs, ours, settings),
         )
         time.sleep(1)
-    raise TakenBack(f"not enough evidence within {settings.deadline_s:.0f} s of canary")
+    raise TakenBack(
+        f"not enough evidence within {settings.deadline_s:.0f} s of canary: {shortfall(theirs, ours, settings)}"
+    )
 
 
 def _take_back(fleet: RemoteFleet, champion: Stack, candidate: Stack) -> None:
@@ -220,12 +170,3 @@ def _warm(url: str, model: str, bodies: list[dict[str, Any]]) -> int:
             )
             warmed += answer.status_code == 200
     return warmed
-
-
-def _seconds_per_token(trace: Trace) -> float | None:
-    tokens = len(trace.output_token_ids)
-    if trace.e2e_s is None or tokens < 2:
-        return None
-    if trace.stream and trace.ttft_s is not None:
-        return (trace.e2e_s - trace.ttft_s) / (tokens - 1)
-    return trace.e2e_s / tokens

@@ -40,14 +40,20 @@ class RetentionSettings(Section):
 class CanarySettings(Section):
     share: float = Field(default=0.25, gt=0, lt=1)
     """Share of sessions that the candidate serves during the canary."""
-    min_requests: int = Field(default=20, ge=1)
-    """Requests the candidate must have served before it can be cut over to."""
-    deadline_s: float = Field(default=900, gt=0)
+    min_requests: int = Field(default=1000, ge=1)
+    """Requests that each of the two must have served before a cut-over. More of them find smaller harm:
+    docs/canary.md has how much. Below a few hundred only gross harm is found."""
+    deadline_s: float = Field(default=3600, gt=0)
     """Without enough evidence by then, the candidate is taken back."""
-    max_error_rate_increase: float = Field(default=0.0, ge=0)
+    max_error_rate_increase: float = Field(default=0.01, ge=0, lt=1)
     """Errors above the champion's rate, as a fraction of requests, that are still accepted."""
+    max_fault_rate_increase: float = Field(default=0.02, ge=0, lt=1)
+    """The same for faulty answers: empty ones, invalid JSON, invalid tool calls, loops; each by itself."""
     max_latency_ratio: float = Field(default=1.15, gt=0)
-    """Candidate's median seconds per output token over the champion's that is still accepted."""
+    """Candidate's seconds per output token, per request, and per request at the p95, over the champion's
+    that are still accepted."""
+    min_acceptance_ratio: float = Field(default=0.9, gt=0)
+    """Candidate's acceptance length over the champion's that is still accepted, where both speculate."""
 
 
 class GatewaySettings(Section):

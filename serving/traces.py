@@ -285,18 +285,22 @@ class TraceStore:
                 continue
             yield from (trace for trace in traces if where(trace))
 
-    def since(self, moment: datetime, stack: str) -> Iterator[Trace]:
-        """Clients' traces of one Stack that started after `moment`, read from its recent files only.
+    def fresh(self, moment: datetime, stack: str, seen: set[Path]) -> Iterator[Trace]:
+        """Clients' traces of one Stack that started after `moment`, of files that are not in `seen` yet.
 
         Those that were kept for their interest are left out: rates and medians would be wrong by them.
+        Adds the files it has read to `seen`: a file never changes once it has its name.
         """
-        for path in self.root.glob(f"day=*/stack_id={stack[:16]}/*.parquet"):
+        first_day = f"day={moment.astimezone(UTC):%Y-%m-%d}"
+        days = [folder for folder in self.root.glob("day=*") if folder.name >= first_day]
+        for path in sorted(path for day in days for path in day.glob(f"stack_id={stack[:16]}/*.parquet")):
+            if path in seen:
+                continue
             try:
-                if path.stat().st_mtime < moment.timestamp():
-                    continue
-                traces = list(read_parquet(path))
+                traces = [] if path.stat().st_mtime < moment.timestamp() else list(read_parquet(path))
             except (OSError, TraceError):
                 continue  # scan() sets torn files aside; here the next look will do.
+            seen.add(path)
             yield from (
                 t
                 for t in traces

@@ -1,44 +1,124 @@
+"""A rollout's canary over a real store of traces; the fleet is a stand-in that remembers its weights."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from strop.serving.rollout import Arm, TakenBack, decide
+from strop.serving.rollout import Event, Rollout, roll_out
 from strop.serving.settings import CanarySettings
-from strop.serving.traces import Choice
-
-SETTINGS = CanarySettings(min_requests=10, max_error_rate_increase=0.05, max_latency_ratio=1.15)
-
-
-def test_too_little_evidence_is_no_decision() -> None:
-    assert decide(Arm(100, 0, 0, 0.02), Arm(9, 0, 0, 0.02), SETTINGS) is None
-    assert decide(Arm(3, 0, 0, 0.02), Arm(50, 0, 0, 0.02), SETTINGS) is None
+from strop.serving.stack import Speculator, Stack
+from strop.serving.traces import TraceStore
 
 
-def test_a_faster_candidate_is_cut_over_to() -> None:
-    evidence = decide(Arm(40, 0, 0, 0.02), Arm(10, 0, 0, 0.015), SETTINGS)
-    assert evidence and "0.75 times" in evidence
+class _Fleet:
+    def __init__(self) -> None:
+        self.shares: dict[str, float] = {}
+        self.pools: list[str] = []
+
+    def add(self, stack: Stack, _lease_s: float | None = None) -> str:
+        self.pools.append(stack.fingerprint)
+        return "http://127.0.0.1:1"
+
+    def route(self, shares: dict[str, float]) -> None:
+        self.shares = shares
+
+    def remove(self, stack: Stack) -> None:
+        self.pools = [p for p in self.pools if p != stack.fingerprint]
+
+    def renew(self, _stack: Stack, _lease_s: float | None) -> None: ...
+
+    def status(self) -> Any:
+        replicas = [SimpleNamespace(alive=True, restarts=0)]
+        return SimpleNamespace(pools=[SimpleNamespace(fingerprint=p, replicas=replicas) for p in self.pools])
 
 
-def test_failures_and_slowness_are_taken_back() -> None:
-    with pytest.raises(TakenBack, match="failed or were empty"):
-        decide(Arm(40, 0, 0, 0.02), Arm(10, 1, 0, 0.015), SETTINGS)
-    with pytest.raises(TakenBack, match="failed or were empty"):
-        decide(Arm(40, 0, 0, 0.02), Arm(10, 0, 2, 0.015), SETTINGS)
-    with pytest.raises(TakenBack, match="1.50 times"):
-        decide(Arm(40, 0, 0, 0.02), Arm(10, 0, 0, 0.03), SETTINGS)
+@pytest.fixture
+def stacks(tiny_model: Path) -> tuple[Stack, Stack]:
+    champion = Stack.build(tiny_model, "tiny")
+    return champion, champion.model_copy(update={"speculator": Speculator(method="ngram", draft_tokens=2)})
 
 
-def test_many_early_errors_need_not_wait_for_evidence() -> None:
-    with pytest.raises(TakenBack, match="live requests failed"):
-        decide(Arm(40, 0, 0, 0.02), Arm(5, 4, 0, None), SETTINGS)
+def _roll_out(
+    stacks: tuple[Stack, Stack],
+    folder: Path,
+    make_trace,
+    deadline_s: float,
+    requests: int,
+    **of_candidate: Any,
+) -> tuple[Rollout, _Fleet, list[tuple[float, str]]]:
+    """Each Stack serves `requests` requests after the canary began, in two files a second apart."""
+    fleet, store, seen = _Fleet(), TraceStore(folder), []
+
+    def serve(batch: int) -> None:
+        from datetime import UTC, datetime
+
+        for stack, changes in zip(stacks, ({}, of_candidate), strict=True):
+            store.append(
+                [
+                    make_trace(
+                        started_at=datetime.now(UTC),
+                        session=f"{batch}-{n}",
+                        stack=stack.fingerprint,
+                        **changes,
+                    )
+                    for n in range(requests // 2)
+                ]
+            )
+
+    def on_event(event: Event) -> None:
+        if event.event == "canary":
+            serve(0)
+            threading.Timer(1.0, serve, [1]).start()
+
+    result = roll_out(
+        fleet, *stacks,  # type: ignore[arg-type]
+        store=store, check=lambda *_: [], warm=[], on_event=on_event,
+        on_evidence=lambda share, text: seen.append((share, text)),
+        settings=CanarySettings(share=0.5, min_requests=12, deadline_s=deadline_s),
+    )  # fmt: skip
+    return result, fleet, seen
 
 
-def test_what_a_client_did_does_not_count_against_a_stack(make_trace) -> None:
-    traces = [
-        make_trace(0),
-        make_trace(1, status=499, choices=[]),
-        make_trace(2, status=400, choices=[]),
-        make_trace(3, status=500, choices=[], error="engine died"),
-        make_trace(4, choices=[Choice(0, [2], "", "stop")]),
-    ]
-    arm = Arm.of(traces)
-    assert (arm.requests, arm.errors, arm.empty) == (3, 1, 1)
-    assert arm.latency_s == pytest.approx((0.5 - 0.25) / 2)
+def test_a_sound_candidate_takes_over(stacks, tmp_path: Path, make_trace) -> None:
+    result, fleet, seen = _roll_out(stacks, tmp_path, make_trace, 30, 14)
+    assert result.promoted and fleet.shares == {stacks[1].fingerprint: 1.0}
+    assert fleet.pools == [stacks[1].fingerprint]
+    assert seen[0] == (
+        pytest.approx(7 / 12),
+        "7 live requests to the candidate, 7 to the champion; at least 12 each are needed",
+    )
+    assert "14 live requests against 14, no harm" in next(
+        e.detail for e in result.events if e.event == "evidence"
+    )
+
+
+def test_a_failing_candidate_is_taken_back_before_the_deadline(stacks, tmp_path: Path, make_trace) -> None:
+    failing = {"status": 500, "choices": [], "error": "engine died"}
+    result, fleet, _ = _roll_out(stacks, tmp_path, make_trace, 30, 40, **failing)
+    assert not result.promoted and "100.0% of its requests failed" in result.reason
+    assert fleet.shares == {stacks[0].fingerprint: 1.0} and fleet.pools == [stacks[0].fingerprint]
+
+
+def test_too_little_traffic_by_the_deadline_is_taken_back(stacks, tmp_path: Path, make_trace) -> None:
+    result, fleet, _ = _roll_out(stacks, tmp_path, make_trace, 2.5, 6)
+    assert not result.promoted and "not enough evidence within" in result.reason
+    assert "6 live requests to the candidate" in result.reason
+    assert fleet.shares == {stacks[0].fingerprint: 1.0}
+
+
+def test_traces_of_a_file_are_given_once(tmp_path: Path, make_trace) -> None:
+    store, seen = TraceStore(tmp_path), set()
+    traces = [make_trace(n) for n in range(4)]
+    store.append(traces[:2])
+    moment = traces[0].started_at
+    assert [t.request_id for t in store.fresh(moment, "ab" * 32, seen)] == ["r0", "r1"]
+    torn = tmp_path / "day=2026-03-01" / f"stack_id={'ab' * 8}" / "x.parquet"
+    torn.write_bytes(b"PAR1")
+    assert list(store.fresh(moment, "ab" * 32, seen)) == []
+    torn.unlink()
+    store.append(traces[2:])
+    assert [t.request_id for t in store.fresh(moment, "ab" * 32, seen)] == ["r2", "r3"]
+    assert len(seen) == 2
