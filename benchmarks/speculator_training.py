@@ -1,124 +1,111 @@
-"""Train a draft on recorded traffic, then measure it in the engine on held-out traffic.
+"""What a draft learns from answers alone, and from answers and prompts, in the same time.
 
-    python benchmarks/speculator_training.py MODEL TRAIN HELDOUT [--minutes 8] [--work FOLDER]
+    python benchmarks/speculator_training.py LOOP [--minutes 4] [--quick]
 
-MODEL is a model folder, TRAIN and HELDOUT are folders of trace files. Prints JSON: the time of
-each phase, predicted and counted acceptance, and decode tokens/s with and without the draft, one
-request at a time.
+LOOP is the folder of a loop that has learned, for example .strop/demo/loops/loop-...: its train
+split is learned from and its newer held-out split is measured on, by replaying drafting over the
+recorded text (docs/speculators.md, "Predicted acceptance"). Both drafts start alike and get the
+same minutes, one after the other. Run it on a quiet machine.
+
+Keys of the last line: al_answers, al_prompts (predicted acceptance length on held-out traffic,
+the bonus token counted), al_ratio, steps_answers, steps_prompts (of the optimiser), and minutes.
 """
 
 import argparse
 import json
-import os
-import statistics
+import shutil
 import tempfile
 import time
 from pathlib import Path
 
-import httpx
+import torch
+from rich.console import Console
+from rich.table import Table
 
 from strop.evals.proposal import Budget, Candidate
-from strop.serving.engine import cores_of_replica, engine_command, engine_environment
-from strop.serving.process import Child, free_port
 from strop.serving.stack import Stack
-from strop.serving.traces import Trace, TraceSet
+from strop.serving.traces import TraceSet
+from strop.speculators.eagle3 import Eagle3Draft, load_draft
+from strop.speculators.features import Target, compute_device, compute_dtype, extract, load_features
 from strop.speculators.learner import SpeculatorLearner
+from strop.speculators.samples import Sample, samples_from_traces
 from strop.speculators.settings import SpeculatorSettings
-from strop.speculators.steps import Acceptance
+from strop.speculators.steps import Acceptance, anchors_of, make_batch, measure, run_steps
 
-_ENGINE_ARGS: dict[str, str | int | float | bool | None] = {
-    "max-model-len": 4096,
-    "max-num-seqs": 16,
-    "enforce-eager": True,
-}
+ARMS = {"answers": 0.0, "prompts": SpeculatorSettings().prompt_weight}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("train", type=Path)
-    parser.add_argument("heldout", type=Path)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--work", type=Path, default=Path(tempfile.mkdtemp(prefix="speculator-")))
-    options = parser.parse_args()
-    os.environ.setdefault("STROP_HOME", str(options.work / "home"))
-    champion = Stack.build(options.model, "benchmark", engine_args=_ENGINE_ARGS)
-    learner = SpeculatorLearner(SpeculatorSettings(minutes=options.minutes))
-    budget = Budget(options.work / "learner", seconds=3600)
-    candidate = learner.propose(champion, TraceSet(options.train), budget, _print_progress())
-    if not isinstance(candidate, Candidate):
-        raise SystemExit(candidate.reason)
-    heldout = [t for t in TraceSet(options.heldout) if t.output_token_ids][: options.requests]
-    plain = serve(champion, heldout, options.work)
-    drafted = serve(candidate.stack, heldout, options.work)
-    print(
-        json.dumps(
-            {
-                "hardware": champion.hardware.model_dump(),
-                "engine": champion.engine.model_dump(),
-                "notes": candidate.notes,
-                "cost_s": candidate.cost_s,
-                "plain": plain,
-                "with_draft": drafted,
-                "speedup": drafted["decode_tokens_per_s"] / plain["decode_tokens_per_s"],
-            },
-            indent=2,
-        )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def serve(stack: Stack, heldout: list[Trace], work: Path) -> dict:
-    """Answer the prompts one after another, greedily and as long as recorded; statistics of the server."""
-    port = free_port()
-    environment = engine_environment(stack, 1, cores_of_replica(0, 1), None)
-    log = work / f"engine-{stack.fingerprint[:8]}.log"
-    child = Child.start("engine", engine_command(stack, "127.0.0.1", port, capture=False), log, environment)
-    rates: list[float] = []
-    counted, same = Acceptance(0, (0,) * 3), 0
-    tokens, seconds = 0, 0.0
+    parser.add_argument("loop", type=Path, help="folder of a loop, with train/ and heldout/ in it")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of training, for each of the two")
+    parser.add_argument("--quick", action="store_true", help="1 minute of training each")
+    arguments = parser.parse_args()
+    minutes = 1.0 if arguments.quick else arguments.minutes
+    began = time.monotonic()
+    champion = _champion(arguments.loop)
+    work = Path(tempfile.mkdtemp(prefix="speculator-"))
     try:
-        child.wait_until_answers(f"http://127.0.0.1:{port}/health", 600)
-        for number, trace in enumerate(heldout):
-            body = {
-                "model": stack.served_model, "prompt": trace.prompt_token_ids, "temperature": 0,
-                "max_tokens": len(trace.output_token_ids), "return_token_ids": True,
-            }  # fmt: skip
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            answer = httpx.post(url, json=body, timeout=600).raise_for_status().json()
-            metrics, ids = answer["metrics"], answer["choices"][0]["token_ids"]
-            same += ids == trace.output_token_ids
-            if number >= 2 and len(ids) > 8:
-                tokens += len(ids) - 1
-                seconds += metrics["generation_time_ms"] / 1000
-                rates.append((len(ids) - 1) / metrics["generation_time_ms"] * 1000)
-            if counts := metrics.get("speculative_decoding"):
-                runs = counts["acceptance_histogram"]
-                accepted = tuple(sum(runs[j + 1 :]) for j in range(3))
-                counted += Acceptance(counts["num_spec_steps"], accepted)
+        rows = {name: _learn(champion, arguments.loop, work, name, minutes) for name in ARMS}
     finally:
-        child.stop()
-    return {
-        "requests": len(heldout),
-        "same_as_recorded": same,
-        "decode_tokens_per_s": tokens / seconds,
-        "decode_tokens_per_s_median": statistics.median(rates),
-        "acceptance": counted.by_position,
-        "acceptance_length": counted.length,
-        "drafting_steps": counted.steps,
-    }
+        shutil.rmtree(work, ignore_errors=True)
+    table = Table("learned from", "steps", "acceptance length, held out", "by position")
+    for name, row in rows.items():
+        shares = " ".join(f"{share:.2f}" for share in row["acceptance"].by_position)
+        table.add_row(name, str(row["steps"]), f"{row['acceptance'].length:.3f}", shares)
+    Console().print(table)
+    lengths = {name: row["acceptance"].length for name, row in rows.items()}
+    last = {f"al_{name}": round(length, 3) for name, length in lengths.items()}
+    last |= {f"steps_{name}": row["steps"] for name, row in rows.items()}
+    last |= {"al_ratio": round(lengths["prompts"] / lengths["answers"], 3)}
+    print(json.dumps(last | {"minutes": round((time.monotonic() - began) / 60, 1)}))
 
 
-def _print_progress():
-    last = 0.0
+def _champion(loop: Path) -> Stack:
+    """The Stack that served the loop's traffic."""
+    served = next(iter(TraceSet(loop / "train"))).stack
+    return Stack.load(loop.parents[1] / "stacks" / served[:16] / "stack.json")
 
-    def show(done: float, text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > 10:
-            last = time.monotonic()
-            print(f"{done:4.0%} {text}", flush=True)
 
-    return show
+def _learn(champion: Stack, loop: Path, work: Path, name: str, minutes: float) -> dict:
+    folder = work / name
+    folder.mkdir()
+    # The hidden states of the target are the same for both.
+    (work / "features").mkdir(exist_ok=True)
+    (folder / "features").symlink_to(work / "features")
+    settings = SpeculatorSettings(minutes=minutes, prompt_weight=ARMS[name])
+    plain = champion.model_copy(update={"speculator": None})
+    budget = Budget(folder, 60 * (3 * minutes + 20))
+    console = Console(stderr=True)
+    with console.status(name) as status:
+        found = SpeculatorLearner(settings).propose(
+            plain,
+            TraceSet(loop / "train"),
+            budget,
+            lambda done, text: status.update(f"{name} {done:.0%} {text}"),
+        )
+    if not isinstance(found, Candidate) or not found.stack.speculator or not found.stack.speculator.weights:
+        raise SystemExit(f"Nothing was learned from {name}: {getattr(found, 'reason', found)}")
+    target = Target.load(Path(champion.model.location), compute_dtype(), compute_device())
+    draft = load_draft(Path(found.stack.speculator.weights.location), target.embeddings.float())
+    heldout = samples_from_traces(TraceSet(loop / "heldout"), settings.max_sequence_tokens)
+    extract(target, heldout, work / "heldout")
+    curve = found.notes["curve"]
+    steps = curve[-1]["step"] if isinstance(curve, list) else 0
+    return {"steps": steps, "acceptance": _accepted(draft, heldout, work / "heldout", settings.draft_tokens)}
+
+
+@torch.no_grad()
+def _accepted(draft: Eagle3Draft, heldout: list[Sample], features: Path, steps: int) -> Acceptance:
+    total = Acceptance(0, (0,) * steps)
+    for sample in heldout:
+        if len(anchors_of(sample)):
+            stored = [load_features(features, sample)]
+            batch = make_batch([sample], stored, draft.vocabulary.draft_ids(), steps)
+            total += measure(run_steps(draft, batch), batch)
+    return total
 
 
 if __name__ == "__main__":
