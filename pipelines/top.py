@@ -104,7 +104,8 @@ def figures(now: Sample, before: Sample | None = None) -> Figures:
     interval_s = now.clock - before.clock if before else None
     gateway_now = now.of({"part": "gateway"})
     assert gateway_now is not None
-    stacks = [part for part in now.parts if part[0]["part"] == "router"]
+    # A Stack has several routers in its slot; the first stands for it.
+    stacks = [part for part in now.parts if part[0].get("router") == "0"]
     weights = {labels["slot"]: _server(gateway_now, "weight", labels["slot"]) for labels, _ in stacks}
     total = sum(weights.values())
     return Figures(

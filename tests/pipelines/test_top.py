@@ -54,9 +54,10 @@ def fleet(strop_home: Path):
     gateway.attach(1, [("127.0.0.1", engine.port)], 32)
     targets = [
         target("gateway", gateway.metrics_url),
-        target("router", "http://127.0.0.1:1", "aaa", slot=0),
+        target("router", "http://127.0.0.1:1", "aaa", slot=0, router=0),
+        target("router", "http://127.0.0.1:2", "aaa", slot=0, router=1),
         target("engine", f"http://127.0.0.1:{engine.port}", "aaa", replica=0),
-        target("router", "http://127.0.0.1:1", "bbb", slot=1),
+        target("router", "http://127.0.0.1:1", "bbb", slot=1, router=0),
         target("engine", f"http://127.0.0.1:{free_port()}", "bbb", replica=0),
     ]
     (strop_home / "run" / "targets.json").write_text(json.dumps(targets))
