@@ -28,7 +28,7 @@ def dashboard(tmp_path: Path) -> Iterator[str]:
         [
             str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus", "2",
             "--port", str(free_port()), "--dashboard-port", str(port), "--ray-client-server-port", str(free_port()),
-            "--object-store-memory", str(200 << 20), "--disable-usage-stats",
+            "--dashboard-agent-listen-port", str(free_port()), "--object-store-memory", str(200 << 20), "--disable-usage-stats",
         ],
         tmp_path / "head.log",
         {"RAY_AUTH_MODE": "disabled"},

@@ -72,6 +72,7 @@ def _replica_class(fails: bool) -> Any:
 
 @pytest.fixture
 def fleet(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    ray.shutdown()  # The session's fleet may have left its connection open.
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     monkeypatch.setattr(Fleet, "_replica", lambda *_: (uuid.uuid4().hex, _replica_class(False).remote()))
     started = Fleet(ServingSettings(port=free_port(), served_model="tiny"), str(tmp_path))
