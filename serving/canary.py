@@ -53,14 +53,16 @@ class Metric:
     excuses_noise: bool = True
     """Whether an estimate beyond the tolerance may be put down to its error; not where a sound Stack has
     next to none."""
+    of_words: bool = False
+    """Whether it tells what was said, which two Stacks of the same numerics have been shown to say alike."""
 
 
 METRICS = (
     Metric("error", "share", "failed", excuses_noise=False),
     Metric("empty", "share", "were answered with nothing", excuses_noise=False),
-    Metric("invalid_json", "share", "that asked for JSON got invalid JSON"),
-    Metric("invalid_tool_call", "share", "that offered tools got an invalid tool call"),
-    Metric("loop", "share", "ended up in a repetition loop"),
+    Metric("invalid_json", "share", "that asked for JSON got invalid JSON", of_words=True),
+    Metric("invalid_tool_call", "share", "that offered tools got an invalid tool call", of_words=True),
+    Metric("loop", "share", "ended up in a repetition loop", of_words=True),
     Metric("slow", "share", "were slower than the p95 of both"),
     Metric("token_s", "ratio", "seconds per output token"),
     Metric("e2e_s", "ratio", "seconds per request"),
@@ -285,17 +287,20 @@ def champions_a_block(settings: CanarySettings) -> int:
     return max(1, round((1 - settings.share) / settings.share))
 
 
-def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | None:
+def decide(
+    champion: Arm, candidate: Arm, settings: CanarySettings, says_the_same: bool = False
+) -> str | None:
     """None while there is too little evidence, else why the candidate may be cut over to.
 
-    Raises TakenBack when the candidate is worse than the settings allow.
+    A candidate that `says_the_same`, which was shown before, need not show it again: of what was said
+    only harm counts. Raises TakenBack when the candidate is worse than the settings allow.
     """
     comparisons = compare(champion, candidate, settings)
     if harms := [f"{c}, by chance at most {c.chance_if_equal:.2g}" for c in comparisons if c.is_harm]:
         raise TakenBack(f"it is worse on live traffic: {'; '.join(harms)}")
     if min(champion.requests, candidate.requests) < settings.min_requests:
         return None
-    if not all(c.is_within for c in comparisons):
+    if in_doubt(comparisons, says_the_same):
         return None
     times = [str(c) for c in comparisons if c.metric.kind == "ratio"]
     return "; ".join(
@@ -306,6 +311,11 @@ def decide(champion: Arm, candidate: Arm, settings: CanarySettings) -> str | Non
     )
 
 
+def in_doubt(comparisons: Iterable[Comparison], says_the_same: bool) -> list[Comparison]:
+    """Those whose tolerance is not kept yet."""
+    return [c for c in comparisons if not c.is_within and not (says_the_same and c.metric.of_words)]
+
+
 def counted(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
     """How far the canary has come, for those who watch."""
     return (
@@ -314,9 +324,9 @@ def counted(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
     )
 
 
-def shortfall(champion: Arm, candidate: Arm, settings: CanarySettings) -> str:
+def shortfall(champion: Arm, candidate: Arm, settings: CanarySettings, says_the_same: bool = False) -> str:
     """What is missing for a promotion."""
     if min(champion.requests, candidate.requests) < settings.min_requests:
         remedy = "raise deadline_s or share of serving.canary, or lower its min_requests"
         return f"{counted(champion, candidate, settings)} ({remedy})"
-    return "; ".join(str(c) for c in compare(champion, candidate, settings) if not c.is_within)
+    return "; ".join(map(str, in_doubt(compare(champion, candidate, settings), says_the_same)))

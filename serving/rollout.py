@@ -129,6 +129,7 @@ def _observe(
     on_evidence: Callable[[float, str], None],
 ) -> str:
     deadline = time.monotonic() + settings.deadline_s
+    says_the_same = champion.numerics == candidate.numerics
     theirs, ours = Arm(), Arm()
     seen: set[Path] = set()
     while time.monotonic() < deadline:
@@ -140,15 +141,14 @@ def _observe(
         theirs.add(store.fresh(since, champion.fingerprint, seen))
         ours.add(store.fresh(since, candidate.fingerprint, seen))
         is_news = theirs.requests + ours.requests > before
-        if is_news and (evidence := decide(theirs, ours, settings)) is not None:
+        if is_news and (evidence := decide(theirs, ours, settings, says_the_same)) is not None:
             return evidence
-        on_evidence(
-            min(1.0, min(theirs.requests, ours.requests) / settings.min_requests),
-            counted(theirs, ours, settings),
-        )
+        seen_share = min(1.0, min(theirs.requests, ours.requests) / settings.min_requests)
+        missing = shortfall(theirs, ours, settings, says_the_same) if seen_share == 1 else ""
+        on_evidence(seen_share, f"in doubt: {missing}" if missing else counted(theirs, ours, settings))
         time.sleep(1)
     raise TakenBack(
-        f"not enough evidence within {settings.deadline_s:.0f} s of canary: {shortfall(theirs, ours, settings)}"
+        f"not enough evidence within {settings.deadline_s:.0f} s of canary: {shortfall(theirs, ours, settings, says_the_same)}"
     )
 
 

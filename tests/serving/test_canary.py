@@ -64,6 +64,20 @@ def test_a_small_canary_waits_while_an_estimate_is_beyond_its_tolerance(make_tra
     assert decide(champion, candidate, allowed)
 
 
+def test_a_candidate_shown_to_say_the_same_need_not_show_it_again_but_may_not_do_harm(make_trace) -> None:
+    def faulty(share: int) -> dict[str, Any]:
+        return {"format": FORMAT, "choices": lambda n: _text("{" if n % 10 < share else "{}")}
+
+    champion, candidate = _arm(make_trace, 30, 0, **faulty(0)), _arm(make_trace, 30, 1, **faulty(2))
+    assert decide(champion, candidate, SMALL) is None
+    assert "invalid JSON" in shortfall(champion, candidate, SMALL)
+    assert decide(champion, candidate, SMALL, says_the_same=True)
+    assert not shortfall(champion, candidate, SMALL, says_the_same=True)
+    many, broken = _arm(make_trace, 60, 0, **faulty(0)), _arm(make_trace, 60, 1, **faulty(6))
+    with pytest.raises(TakenBack, match="invalid JSON"):
+        decide(many, broken, SMALL, says_the_same=True)
+
+
 def test_a_small_canary_does_not_wait_for_noise_to_settle_but_for_errors(make_trace) -> None:
     def faulty(*numbers: int) -> dict[str, Any]:
         return {"format": FORMAT, "choices": lambda n: _text("{" if n in numbers else "{}")}
