@@ -93,7 +93,7 @@ class SpeculatorLearner:
         draft.initialise(target)
         if not has_checkpoint(checkpoints) and not _continue_from(champion, draft):
             progress(_FEATURE_SHARE, "fitting the start of the draft")
-            closed_form_start(draft, _start_batches(draft, training, features, self.settings.draft_tokens))
+            closed_form_start(draft, _start_batches(draft, training, features, self.settings))
         journal = train(
             draft,
             target.head[torch.from_numpy(vocabulary.target_ids_V).to(target.head.device)],
@@ -171,7 +171,9 @@ def _continue_from(champion: Stack, draft: Eagle3Draft) -> bool:
     return True
 
 
-def _start_batches(draft: Eagle3Draft, training: Sequence[Sample], features: Path, steps: int) -> list[Batch]:
+def _start_batches(
+    draft: Eagle3Draft, training: Sequence[Sample], features: Path, settings: SpeculatorSettings
+) -> list[Batch]:
     batches: list[Batch] = []
     tokens = 0
     for sample in training:
@@ -180,8 +182,8 @@ def _start_batches(draft: Eagle3Draft, training: Sequence[Sample], features: Pat
                 [sample],
                 [load_features(features, sample)],
                 draft.vocabulary.draft_ids(),
-                steps,
-                prompt_weight=1,
+                settings.draft_tokens,
+                settings.prompt_weight,
             )
             batches.append(batch.to(draft.fc.weight.device))
             tokens += batch.anchors
