@@ -168,16 +168,27 @@ def leased(fleet: RemoteFleet, stack: Stack) -> Iterator[str]:
     Raises ProcessError if its replicas do not come up.
     """
     url = fleet.add(stack, LEASE_S)
+    with renewing(fleet, stack):
+        yield url
+
+
+@contextmanager
+def renewing(fleet: RemoteFleet, stack: Stack, lease_s: float = LEASE_S) -> Iterator[None]:
+    """Renew the lease of `stack`, which is in the fleet, while the block runs."""
     over = threading.Event()
 
     def renew() -> None:
-        while not over.wait(LEASE_S / 3):
-            fleet.renew(stack, LEASE_S)
+        while not over.wait(lease_s / 3):
+            try:
+                fleet.renew(stack, lease_s)
+            except ProcessError:
+                return  # It is gone, which whoever uses it will find out.
 
+    fleet.renew(stack, lease_s)
     thread = threading.Thread(target=renew, daemon=True)
     thread.start()
     try:
-        yield url
+        yield
     finally:
         over.set()
         thread.join()

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from strop.serving.canary import Arm, TakenBack, counted, decide, shortfall
-from strop.serving.cluster import LEASE_S, RemoteFleet
+from strop.serving.cluster import LEASE_S, RemoteFleet, renewing
 from strop.serving.process import ProcessError
 from strop.serving.settings import CanarySettings
 from strop.serving.stack import Stack
@@ -85,11 +85,11 @@ def roll_out(
         note("start", "starting the candidate's replicas beside the champion's")
         url = _add(fleet, candidate)
         champion_url = fleet.add(champion)
-        if wrong := check(champion_url, url):
-            raise TakenBack(f"its answers are wrong: {wrong[0]}")
-        note("check", "the candidate answers known requests as the champion does")
-        fleet.renew(candidate, LEASE_S + 10 * len(warm))
-        note("warm", f"{_warm(url, candidate.served_model, warm)} prompts are in its prefix cache")
+        with renewing(fleet, candidate, LEASE_S):
+            if wrong := check(champion_url, url):
+                raise TakenBack(f"its answers are wrong: {wrong[0]}")
+            note("check", "the candidate answers known requests as the champion does")
+            note("warm", f"{_warm(url, candidate.served_model, warm)} prompts are in its prefix cache")
         if canary:
             since = datetime.now(UTC)
             give(settings.share)

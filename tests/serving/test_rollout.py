@@ -1,6 +1,8 @@
 """A rollout's canary over a real store of traces; the fleet is a stand-in that remembers its weights."""
 
+import math
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +109,36 @@ def test_too_little_traffic_by_the_deadline_is_taken_back(stacks, tmp_path: Path
     assert not result.promoted and "not enough evidence within" in result.reason
     assert "6 live requests to the candidate" in result.reason
     assert fleet.shares == {stacks[0].fingerprint: 1.0}
+
+
+def test_the_candidate_stays_in_the_fleet_however_long_its_check_takes(
+    stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real lease of half a second, and a check of two."""
+
+    class Leasing(_Fleet):
+        ends = math.inf
+
+        def add(self, stack: Stack, lease_s: float | None = None) -> str:
+            if lease_s:
+                self.ends = time.monotonic() + lease_s
+            return super().add(stack, lease_s)
+
+        def renew(self, _stack: Stack, lease_s: float | None) -> None:
+            assert time.monotonic() < self.ends, "the lease was over"
+            self.ends = math.inf if lease_s is None else time.monotonic() + lease_s
+
+    def check(*_: str) -> list[str]:
+        time.sleep(2)
+        return [] if time.monotonic() < fleet.ends else ["the candidate was stopped meanwhile"]
+
+    fleet = Leasing()
+    monkeypatch.setattr("strop.serving.rollout.LEASE_S", 0.5)
+    result = roll_out(
+        fleet, *stacks,  # type: ignore[arg-type]
+        store=TraceStore(tmp_path), check=check, warm=[], settings=CanarySettings(), canary=False,
+    )  # fmt: skip
+    assert result.promoted, result.reason
 
 
 def test_traces_of_a_file_are_given_once(tmp_path: Path, make_trace) -> None:
