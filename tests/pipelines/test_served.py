@@ -87,6 +87,7 @@ def _roll_out(served: Served, candidate: Stack, on_event=lambda _: None) -> Roll
 def champion(served: Served) -> Stack:
     for number in range(3):
         assert served.ask(f"warm {number}", session=f"w{number}").status_code == 200
+    wait_for(lambda: _traces(served))  # Without any, a check has nothing to compare.
     return champion_of(connect(served.home))
 
 
