@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,8 +199,9 @@ def _replica(home: Path) -> int:
 
 def _actor(kind: str) -> int:
     for process in psutil.Process().children(recursive=True):
-        if " ".join(process.cmdline()).startswith(f"ray::{kind}"):
-            return process.pid
+        with suppress(psutil.Error):  # It may have ended meanwhile.
+            if " ".join(process.cmdline()).startswith(f"ray::{kind}"):
+                return process.pid
     raise ValueError(f"no actor {kind}")
 
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from strop.serving.traces import Trace
+from strop.serving.traces import WITHHELD, Trace
 
 Watched = Literal["acceptance", "prompts", "outputs"]
 WATCHED: tuple[Watched, ...] = ("acceptance", "prompts", "outputs")
@@ -116,8 +116,8 @@ class Observation:
         speculation = trace.speculation
         return cls(
             f"{trace.tenant}\0{trace.session}",
-            list(trace.prompt_token_ids[-TOKENS:]),
-            list(trace.output_token_ids[:TOKENS]),
+            _known(trace.prompt_token_ids[-TOKENS:]),
+            _known(trace.output_token_ids[:TOKENS]),
             speculation.acceptance_length if speculation and speculation.steps else None,
         )
 
@@ -237,6 +237,11 @@ def may_start(now_s: float, past: Sequence[Past], budget_s_per_day: float, expec
         f"loops took {spent / 60:.0f} of {budget_s_per_day / 60:.0f} minutes allowed in 24 hours, "
         f"and one takes about {expected / 60:.0f}"
     )
+
+
+def _known(tokens: Sequence[int]) -> list[int]:
+    """Without those that were not recorded."""
+    return [token for token in tokens if token != WITHHELD]
 
 
 def _seed(session: str) -> int:

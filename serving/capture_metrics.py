@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 _HELP = {
     "recorded": "Records handed to the writer",
     "passed_untouched": "Requests that could not be recorded: too large, not JSON, an echo of the prompt",
+    "opted_out": "Requests that were not to be recorded",
+    "sampled_out": "Records of sessions outside the sample that were of no interest",
     "errors": "Failures of capture itself; the requests were served all the same",
     "written": "Records in the journal on disk",
     "dropped": "Records turned away because the writer's queue was full",
     "failed": "Records lost because the disk refused them",
+    "deleted": "Records of tenants and sessions that were deleted while they waited",
 }
 
 

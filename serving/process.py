@@ -145,11 +145,8 @@ class Child:
         while (waited := time.monotonic() - started) < timeout_s:
             if not self.alive or self.restarts:
                 raise ProcessError(f"{self.name} ended before it answered. {self.last_words()}")
-            try:
-                if httpx.get(url, timeout=5).status_code == 200:
-                    return waited
-            except httpx.HTTPError:
-                pass
+            if answers(url):
+                return waited
             time.sleep(0.2)
         raise ProcessError(
             f"{self.name} did not answer at {url} within {timeout_s:.0f} s. {self.last_words()}"
@@ -164,6 +161,14 @@ class Child:
         errors = [line.strip() for line in tail if "error" in line.lower() and "Traceback" not in line]
         last = errors[-1] if errors else next((line.strip() for line in reversed(tail) if line.strip()), "")
         return f"Its log ends: {last[-400:]!r} (all of it: {self.log})"
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` is answered with 200 within 5 s."""
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:

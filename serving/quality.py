@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from strop.serving.traces import Choice, Trace
+from strop.serving.traces import WITHHELD, Choice, Trace
 
 LOOP_TOKENS = 48
 """A repetition shorter than this is taken for style: rules of dashes, rows of a table."""
@@ -19,11 +19,11 @@ _TOOL_MARKUP = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Faults of an answer; None where the request did not ask for what could be faulty."""
+    """Faults of an answer; None where there is nothing that could be faulty, or nothing to see it by."""
 
     empty: bool
     """Neither text nor a tool call."""
-    loop: bool
+    loop: bool | None
     """Some passage is repeated over and over."""
     invalid_json: bool | None
     """JSON was asked for and the text is not JSON (an answer cut off at max_tokens is not either)."""
@@ -42,7 +42,12 @@ class Loop:
 
 
 def flags(trace: Trace) -> Flags:
-    """Faults of a request that was served (status below 400); any faulty choice counts."""
+    """Faults of a request that was served (status below 400); any faulty choice counts.
+
+    Of a record without content only the number of tokens can be judged.
+    """
+    if not trace.messages:
+        return Flags(not trace.output_token_ids, None, None, None)
     format_ = _object(trace.format) or {}
     tools = None if format_.get("tool_choice") == "none" else format_.get("tools")
     names = set(map(_name_of, tools)) if isinstance(tools, list) else set()
@@ -64,7 +69,8 @@ def find_loop(token_ids: list[int]) -> Loop | None:
         needed = max(LOOP_TOKENS, LOOP_TIMES * period)
         if len(ids) < needed:
             break
-        same = np.concatenate(([False], ids[period:] == ids[:-period], [False]))
+        repeated = (ids[period:] == ids[:-period]) & (ids[period:] != WITHHELD)
+        same = np.concatenate(([False], repeated, [False]))
         starts, ends = np.flatnonzero(np.diff(same.astype(np.int8))).reshape(-1, 2).T
         long = np.flatnonzero(ends - starts + period >= needed)
         if len(long):

@@ -6,12 +6,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import ray
 
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.home import write_atomic
-from strop.serving.process import Child, free_port
+from strop.serving.process import Child, answers, free_port
 from strop.serving.settings import ServingSettings
 from strop.serving.stack import Stack
 
@@ -97,7 +96,7 @@ class Replica:
         child = self.child
         if child is None:
             return ReplicaStatus(self.url, False, 0, self.started_in_s, 0)
-        alive = child.alive and _answers(f"{self.url}/health")
+        alive = child.alive and answers(f"{self.url}/health")
         return ReplicaStatus(self.url, alive, child.rss_bytes(), self.started_in_s, child.restarts)
 
     def stop(self) -> None:
@@ -121,10 +120,3 @@ class Replica:
             limit_s = FORGOTTEN_S + (0 if self.started_in_s else self.settings.start_timeout_s)
         self.stop()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from strop.serving.monitoring import MetricsError, scrape
-from strop.serving.process import Child, ProcessError, free_port
+from strop.serving.process import Child, ProcessError, answers, free_port
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Router:
     def restore(self, workers: Sequence[str]) -> None:
         """After a restart it knows the workers of its first start: tell it those of now. Raises ProcessError."""
         restarts = self.child.restarts
-        if restarts != self.restarts and _answers(f"{self.url}/liveness"):
+        if restarts != self.restarts and answers(f"{self.url}/liveness"):
             set_workers(self.url, workers)
             self.restarts = restarts
 
@@ -110,13 +110,6 @@ def wait_until_idle(worker: str, timeout_s: float) -> bool:
             return True
         time.sleep(0.5)
     return False
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _ask(router: str, method: str, action: str, worker: str | None = None) -> httpx.Response:

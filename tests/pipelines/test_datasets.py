@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from strop.pipelines import datasets, scale
 from strop.pipelines.commands.traces import app
 from strop.pipelines.registry import Registry
+from strop.serving.redaction import without_content
 from strop.serving.selection import SelectionError
 from strop.serving.traces import PROBE_TENANT, Choice, TraceSet, TraceStore, split_by_session
 
@@ -62,6 +63,12 @@ def test_a_dataset_holds_each_thing_once_in_order_of_time(recorded: Path) -> Non
     assert (split.first, split.last) == (heldout[0].started_at, heldout[-1].started_at)
     assert split.stacks == {"ab" * 32: 8}
     assert datasets.leaks(recorded, "first") == datasets.Leaks(0, 0, 0)
+
+
+def test_records_without_content_are_not_selected(recorded: Path, say) -> None:
+    TraceStore(recorded / "traces").append([without_content(say(number, 70)) for number in range(50, 53)])
+    dataset = datasets.create(recorded, "first")
+    assert (dataset.read, dataset.selected, dataset.identical) == (47, 42, 1)
 
 
 def test_the_split_is_that_of_the_loop(recorded: Path) -> None:

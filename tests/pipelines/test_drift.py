@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.pipelines.drift import BUCKETS, Detector, Drift, Observation, Past, feature_of, may_start
+from strop.serving.redaction import without_content
+from strop.serving.traces import WITHHELD, Choice
 
 DAY_S = 86_400
 
@@ -134,3 +136,11 @@ def test_loops_are_paid_from_a_budget() -> None:
     reason = may_start(now, [hour_ago] * 3, 3600, 1800)
     assert reason == "loops took 60 of 60 minutes allowed in 24 hours, and one takes about 20"
     assert may_start(now, [week_ago] * 3, 3600, 1800) is None
+
+
+def test_tokens_that_were_withheld_are_not_looked_at(make_trace) -> None:
+    masked = make_trace(prompt_token_ids=[1, WITHHELD, 3], choices=[Choice(0, [WITHHELD, 5], "", "stop")])
+    seen = Observation.of(masked)
+    assert (seen.prompt, seen.output) == ([1, 3], [5])
+    bare = Observation.of(without_content(masked))
+    assert feature_of(bare.prompt).sum() == 0

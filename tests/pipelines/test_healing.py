@@ -68,8 +68,15 @@ def _gateway(served: Served) -> int:
 
 def _actor(served: Served, kind: str) -> int:
     mine = psutil.Process(served.server.process.pid).children(recursive=True)
-    (pid,) = [p.pid for p in mine if " ".join(p.cmdline()).startswith(f"ray::{kind}")]
+    (pid,) = [p.pid for p in mine if _command(p).startswith(f"ray::{kind}")]
     return pid
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""  # It ended meanwhile.
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.serving.quality import LOOP_TIMES, LOOP_TOKENS, Loop, find_loop, flags
-from strop.serving.traces import Choice
+from strop.serving.quality import LOOP_TIMES, LOOP_TOKENS, Flags, Loop, find_loop, flags
+from strop.serving.redaction import without_content
+from strop.serving.traces import WITHHELD, Choice
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 
@@ -117,3 +118,17 @@ def test_a_rule_and_varied_text_are_no_loops(make_trace) -> None:
 @given(st.text(max_size=60), st.text(max_size=60), st.text(max_size=60))
 def test_whatever_a_trace_holds_is_read(make_trace, format_: str, text: str, arguments: str) -> None:
     flags(make_trace(format=format_, choices=_answer(text, _call("read", arguments))))
+
+
+def test_tokens_that_were_withheld_are_no_loop(make_trace) -> None:
+    masked = [5, *[WITHHELD] * (2 * LOOP_TOKENS), 7]
+    assert find_loop(masked) is None
+    assert find_loop([5, *[6] * (2 * LOOP_TOKENS), 7]) is not None
+
+
+def test_of_a_record_without_content_only_its_length_is_judged(make_trace) -> None:
+    wanted = {"format": '{"response_format":{"type":"json_object"},"tools":1}'}
+    long = [Choice(0, [4] * (2 * LOOP_TOKENS), "{}", "stop", None)]
+    found = flags(without_content(make_trace(choices=long, **wanted)))
+    assert found == Flags(empty=False, loop=None, invalid_json=None, invalid_tool_call=None)
+    assert flags(without_content(make_trace(choices=_answer()[:0]))).empty
