@@ -18,7 +18,7 @@ from strop.serving.journal import recover
 from strop.serving.process import free_port
 from strop.serving.rollout import Event, Rollout, roll_out
 from strop.serving.settings import GatewaySettings
-from strop.serving.stack import Stack
+from strop.serving.stack import Stack, Topology
 from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
 
 
@@ -44,7 +44,11 @@ def plain_stack(settings: Settings) -> Stack:
     """The Stack that strop.yaml describes, with nothing learned in it. Raises StackError."""
     serving = settings.serving
     return Stack.build(
-        settings.model_path, serving.served_model, serving.dtype, dict(serving.engine_args), serving.replicas
+        settings.model_path,
+        serving.served_model,
+        serving.dtype,
+        dict(serving.engine_args),
+        Topology(replicas=serving.replicas, disaggregation=serving.disaggregation),
     )
 
 

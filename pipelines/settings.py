@@ -1,7 +1,7 @@
 """strop.yaml: one section a room, every field documented, unknown keys refused."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -115,6 +115,10 @@ def _explain(error: dict[str, Any]) -> str:
     return f"{key}: {error['msg'].lower()} (got {error['input']!r})"
 
 
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def describe(model: type[BaseModel] = Settings, indent: int = 0) -> str:
     """The whole configuration as commented YAML with its defaults."""
     lines = []
@@ -122,7 +126,12 @@ def describe(model: type[BaseModel] = Settings, indent: int = 0) -> str:
     for name, field in model.model_fields.items():
         lines += [f"{pad}# {line}" for line in (field.description or "").splitlines()]
         default = field.get_default(call_default_factory=True)
-        if isinstance(default, BaseModel):
+        section = next((a for a in get_args(field.annotation) if _is_section(a)), None)
+        if default is None and section:
+            # Its keys, to be uncommented by who wants it.
+            keys = describe(section, indent + 1).splitlines()
+            lines += [f"{pad}{name}: null", *(f"{pad}# {line.removeprefix(pad)}" for line in keys)]
+        elif isinstance(default, BaseModel):
             lines += [f"{pad}{name}:", describe(type(default), indent + 1)]
         else:
             shown = default.model_dump() if isinstance(default, BaseModel) else default

@@ -74,6 +74,10 @@ class ReplicaFigures:
     capture_recorded: float = 0
     capture_lost: float = 0
     """Records dropped, failed on disk or lost to an error of capture."""
+    prefill: bool = False
+    """Whether it computes prompts for the others."""
+    loaded_rate: float | None = None
+    """Share of prompt tokens, of those not in its own cache, whose KV came from other replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ def figures(now: Sample, before: Sample | None = None) -> Figures:
         [
             _replica(labels, metrics, before.of(labels) if before else None, interval_s)
             for labels, metrics in now.parts
-            if labels["part"] == "engine"
+            if labels["part"] in ("engine", "prefill")
         ],
     )
 
@@ -160,9 +164,9 @@ def _gateway(now: Metrics, before: Metrics | None, interval_s: float | None) -> 
 def _replica(
     labels: dict[str, str], now: Metrics | None, before: Metrics | None, interval_s: float | None
 ) -> ReplicaFigures:
-    stack, replica = labels["stack"], int(labels["replica"])
+    stack, replica, prefill = labels["stack"], int(labels["replica"]), labels["part"] == "prefill"
     if now is None:
-        return ReplicaFigures(stack, replica, False)
+        return ReplicaFigures(stack, replica, False, prefill=prefill)
     started = "process_start_time_seconds"
     if before and before.total(started) != now.total(started):
         before = None  # It was started anew, and counts from zero.
@@ -175,6 +179,7 @@ def _replica(
         return quantile({bound: n - earlier.get(bound, 0.0) for bound, n in now.buckets(name).items()}, share)
 
     steps, queries = count("vllm:spec_decode_num_drafts_total"), count("vllm:prefix_cache_queries_total")
+    asked = count("vllm:external_prefix_cache_queries_total")
     return ReplicaFigures(
         stack,
         replica,
@@ -191,6 +196,8 @@ def _replica(
         now.total("vllm:kv_cache_usage_perc"),
         count("strop_capture_recorded_total"),
         sum(count(f"strop_capture_{name}_total") for name in ("dropped", "failed", "errors")),
+        prefill,
+        count("vllm:external_prefix_cache_hits_total") / asked if asked else None,
     )
 
 
@@ -208,10 +215,10 @@ def table(shown: Figures) -> Group:
         state = "up" if stack.up else Text("down", style="red")
         stacks.add_row(stack.stack, f"{stack.share:.0%}", f"{stack.under_way:.0f}", state)
     replicas = Table(
-        "replica", "run", "wait", "requests", "tok/s", "TTFT p50", "p95", "ITL p50", "AL", "prefix hits", "KV", "recorded", "lost"
+        "replica", "run", "wait", "requests", "tok/s", "TTFT p50", "p95", "ITL p50", "AL", "prefix hits", "loaded", "KV", "recorded", "lost"
     )  # fmt: skip
     for one in shown.replicas:
-        name = f"{one.stack}/{one.replica}"
+        name = f"{one.stack}/{'prefill ' if one.prefill else ''}{one.replica}"
         if not one.up:
             replicas.add_row(Text(f"{name} down", style="red"))
             continue
@@ -219,7 +226,7 @@ def table(shown: Figures) -> Group:
             name, f"{one.running:.0f}", f"{one.waiting:.0f}", f"{one.requests:.0f}", _number(one.tokens_per_s, "{:.1f}"),
             _number(one.ttft_p50_s, "{:.3f} s"), _number(one.ttft_p95_s, "{:.3f} s"),
             _number(one.itl_p50_s and one.itl_p50_s * 1e3, "{:.1f} ms"), _number(one.acceptance_length, "{:.2f}"),
-            _number(one.prefix_hit_rate, "{:.0%}"), f"{one.kv_use:.0%}", f"{one.capture_recorded:.0f}",
+            _number(one.prefix_hit_rate, "{:.0%}"), _number(one.loaded_rate, "{:.0%}"), f"{one.kv_use:.0%}", f"{one.capture_recorded:.0f}",
             Text(f"{one.capture_lost:.0f}", style="red" if one.capture_lost else ""),
         )  # fmt: skip
     return Group(head, stacks, replicas)

@@ -30,6 +30,8 @@ from strop.serving.traces import Trace
 ALPHA = 0.05
 """Chance, over the whole canary and all metrics, of taking back a candidate equal to the champion for
 harm; and for each tolerance that must be shown, of promoting a candidate beyond it."""
+ONE_SIDED_95 = NormalDist().inv_cdf(0.95)
+"""Standard errors above an estimate that a true value passes in 5 % of cases, looked at once."""
 SLOW_QUANTILE = 0.95
 FAILING = 0.01
 """Share of requests with any one fault that a sound Stack is reckoned to have."""
@@ -226,14 +228,16 @@ def is_within(
 ) -> NDArray[np.bool_]:
     """Whether the tolerance is not in doubt `[...]`.
 
-    The whole interval is within it; where that need not be shown, the estimate; and where the estimate
-    is noisier than the tolerance is wide, the estimate less its standard error (`excuses_noise`).
+    The whole always-valid interval is within it. Where that need not be shown: the ordinary 95 % bound,
+    if it is no wider than the tolerance; else the estimate; and where even its standard error is wider,
+    the estimate less that (`excuses_noise`).
     """
     if must_be_shown:
         return np.asarray(log_evidence(blocks, tolerance, "below") >= math.log(1 / ALPHA))
     error = _standard_error(blocks)
+    bound = ONE_SIDED_95 * error
     excused = np.where(error > tolerance, error, 0.0) if metric.excuses_noise else 0.0
-    return np.asarray(difference - excused <= tolerance)
+    return np.asarray(difference + np.where(bound <= tolerance, bound, -excused) <= tolerance)
 
 
 def _standard_error(blocks: Blocks) -> Floats:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from strop.serving.asgi import Message, Receive, Send, read_body, with_header
 from strop.serving.capture_metrics import publish
 from strop.serving.interest import Interest, in_sample
 from strop.serving.journal import TraceWriter
@@ -29,12 +30,8 @@ from strop.serving.sse import EventSplitter, payload
 from strop.serving.traces import Trace
 from strop.serving.wire import ENDPOINTS, Answer, Arrival, Request, restore_chunk, restore_whole
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Result = TypeVar("Result")
 
-MAX_BODY_BYTES = 32 << 20
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _COMPLAIN_EVERY_S = 60.0
 
@@ -102,7 +99,7 @@ class Capture:
         request_id = headers.get(b"x-request-id", "")
         if not _SANE_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        scope = {**scope, "headers": _with_header(scope["headers"], b"x-request-id", request_id)}
+        scope = {**scope, "headers": with_header(scope["headers"], b"x-request-id", request_id)}
         send = _announcing(send, self.config.stack, request_id)
         if scope["method"] != "POST" or scope["path"] not in ENDPOINTS or not self.config.enabled:
             await self.app(scope, receive, send)
@@ -111,7 +108,7 @@ class Capture:
             counts.opted_out += 1
             await self.app(scope, receive, send)
             return
-        body, again = await _read_body(headers, receive)
+        body, again = await read_body(headers, receive)
         exchange = _guarded(_Exchange.begin, None, scope, headers, request_id, body, send) if body else None
         if exchange is None:
             counts.passed_untouched += 1
@@ -155,7 +152,7 @@ class _Exchange:
         self.arrival, self.request = arrival, request
         self.body = request.amended()
         length = str(len(self.body))
-        self.scope = {**scope, "headers": _with_header(scope["headers"], b"content-length", length)}
+        self.scope = {**scope, "headers": with_header(scope["headers"], b"content-length", length)}
         self.answer = Answer()
         self.disconnected = False
         self._pass_on = send
@@ -235,7 +232,7 @@ class _Exchange:
             return
         original = bytes(whole)
         body = _guarded(self._edited_whole, original, original)
-        headers = _with_header(self._start["headers"], b"content-length", str(len(body)))
+        headers = with_header(self._start["headers"], b"content-length", str(len(body)))
         await self._pass_on({**self._start, "headers": headers})
         await self._pass_on({"type": "http.response.body", "body": body})
 
@@ -281,45 +278,16 @@ def _tenant(headers: dict[bytes, str]) -> str:
     return headers.get(b"x-strop-tenant", "")[:256] or "default"
 
 
-async def _read_body(headers: dict[bytes, str], receive: Receive) -> tuple[bytes | None, Receive]:
-    """The body, and a `receive` that gives it again; None for one that is too large or never ends."""
-    length = headers.get(b"content-length", "")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-        return None, receive
-    messages: list[Message] = []
-    size, whole = 0, False
-    while not whole and size <= MAX_BODY_BYTES:
-        message = await receive()
-        messages.append(message)
-        if message["type"] != "http.request":
-            break
-        size += len(message.get("body", b""))
-        whole = not message.get("more_body")
-    # Reversed, to be popped from the end.
-    replay = messages[::-1]
-
-    async def again() -> Message:
-        return replay.pop() if replay else await receive()
-
-    if not whole or size > MAX_BODY_BYTES:
-        return None, again
-    return b"".join(m.get("body", b"") for m in messages), again
-
-
 def _announcing(send: Send, stack: str, request_id: str) -> Send:
     """Adds the Stack and the request's id to the headers of the answer."""
 
     async def announce(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = _with_header(message.get("headers", []), b"x-strop-stack", stack)
-            message = {**message, "headers": _with_header(headers, b"x-request-id", request_id)}
+            headers = with_header(message.get("headers", []), b"x-strop-stack", stack)
+            message = {**message, "headers": with_header(headers, b"x-request-id", request_id)}
         await send(message)
 
     return announce
-
-
-def _with_header(headers: Any, name: bytes, value: str) -> list[tuple[bytes, bytes]]:
-    return [(k, v) for k, v in headers if k.lower() != name] + [(name, value.encode("latin-1"))]
 
 
 def _system_fingerprint(scope: Message, endpoint: str) -> str | None:

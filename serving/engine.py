@@ -3,21 +3,27 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from strop.serving.stack import Stack
+from strop.serving.disaggregation import Link
+from strop.serving.stack import Scalar, Stack
 
 CAPTURE = "strop.serving.capture.Capture"
+PREFILL = "strop.serving.prefill.Prefill"
 
 
-def engine_command(stack: Stack, host: str, port: int, capture: bool = True) -> list[str]:
+def engine_command(
+    stack: Stack, host: str, port: int, capture: bool = True, link: Link | None = None
+) -> list[str]:
     """Command line of `python -m vllm.entrypoints.openai.api_server` for one replica of `stack`.
 
     The `vllm` command is not used: the CPU build installs it under another distribution name,
     and it then refuses to run.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "host": host,
         "port": port,
         "model": stack.model.location,
@@ -40,9 +46,14 @@ def engine_command(stack: Stack, host: str, port: int, capture: bool = True) -> 
             speculation["model"] = stack.speculator.weights.location
         arguments["speculative-config"] = json.dumps(speculation)
         arguments["per-request-spec-decode-metrics"] = "summary"
+    # vLLM puts each one around those before: capture sees a request's whole time.
+    arguments["middleware"] = []
+    if link:
+        arguments["kv-transfer-config"] = json.dumps(link.kv_transfer_config())
+        arguments["middleware"] += [PREFILL] if link.role == "decode" else []
     if capture:
-        arguments["middleware"] = CAPTURE
-    for name, value in arguments.items():
+        arguments["middleware"] += [CAPTURE]
+    for name, value in _flat(arguments):
         if value is True:
             command.append(f"--{name}")
         elif value is not None and value is not False:
@@ -50,8 +61,17 @@ def engine_command(stack: Stack, host: str, port: int, capture: bool = True) -> 
     return command
 
 
+def _flat(arguments: dict[str, Any]) -> Iterator[tuple[str, Scalar]]:
+    for name, value in arguments.items():
+        yield from ((name, one) for one in value) if isinstance(value, list) else [(name, value)]
+
+
 def engine_environment(
-    stack: Stack, kv_cache_gib: int, cores: list[int], capture: dict[str, object] | None
+    stack: Stack,
+    kv_cache_gib: int,
+    cores: list[int],
+    capture: dict[str, object] | None,
+    link: Link | None = None,
 ) -> dict[str, str]:
     """Environment of one replica, to be added to the parent's.
 
@@ -62,6 +82,14 @@ def engine_environment(
     env = {"VLLM_PLUGINS": "strop"}
     if capture is not None:
         env["STROP_CAPTURE"] = json.dumps(capture)
+    how = stack.topology.disaggregation
+    if link and how and link.role == "decode":
+        known = {
+            "url": link.prefill_url,
+            "min_request_bytes": how.min_request_bytes,
+            "transfer": how.transfer,
+        }
+        env["STROP_PREFILL"] = json.dumps(known)
     if stack.hardware.device == "cpu":
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),

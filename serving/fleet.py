@@ -13,15 +13,16 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from strop.serving.gateway import SLOTS, Gateway
 from strop.serving.home import write_atomic
 from strop.serving.monitoring import keep_targets, target
-from strop.serving.pool import Pool, PoolStatus, end, status_of
+from strop.serving.pool import Pool, PoolStatus, PrefillGroup, end, status_of
 from strop.serving.process import ProcessError
 from strop.serving.replica import NAMESPACE, ORPHAN_S, Replica
 from strop.serving.retention import keep_bounded
@@ -76,7 +77,7 @@ class Fleet:
         stack = Stack.from_json(stack_json)
         with self.lock:
             known = self.pools.get(stack.fingerprint)
-            pool = known or Pool(stack, self._free_slot())
+            pool = known or Pool.new(stack, self._free_slot(), self.logs)
             self.pools[stack.fingerprint] = pool
             # The pool's start-up does not count against its lease.
             self._lease(stack.fingerprint, lease_s and lease_s + self.settings.start_timeout_s)
@@ -124,10 +125,7 @@ class Fleet:
                 return
             self.gateway.detach(pool.slot)
             self._save()
-        for replica in pool.replicas.values():
-            end(replica)
-        for router in pool.routers:
-            router.child.stop()
+        pool.stop()
 
     def status(self) -> FleetStatus:
         with self.lock:
@@ -183,6 +181,8 @@ class Fleet:
                     url = f"http://127.0.0.1:{router.metrics_port}"
                     found.append(target("router", url, stack, slot=pool.slot, router=number))
                 found += [target("engine", url, stack, replica=index) for index, url in enumerate(pool.urls)]
+                ahead = pool.prefill.group.urls if pool.prefill else []
+                found += [target("prefill", url, stack, replica=index) for index, url in enumerate(ahead)]
         return found
 
     def shutdown(self) -> None:
@@ -210,18 +210,31 @@ class Fleet:
                 )
 
     def _start(self, pool: Pool) -> None:
-        started = [self._replica(pool.stack, index) for index in range(pool.stack.topology.replicas)]
-        pool.replicas = dict(started)
+        how = pool.stack.topology.disaggregation
+        if how:
+            pool.prefill = PrefillGroup.start(pool.stack, how, self.logs)
+            for index in range(how.prefill_replicas):
+                name, replica = self._replica(pool, index, "prefill")
+                pool.prefill.group.replicas[name] = replica
+        pool.replicas = dict(self._replica(pool, index) for index in range(pool.stack.topology.replicas))
         self._save()
-        pool.urls = ray.get([replica.start.remote() for _, replica in started])
-        pool.start_routers(self.logs)
+        urls = [[replica.start.remote() for replica in group.replicas.values()] for group in pool.groups]
+        for group, of_group in zip(pool.groups, urls, strict=True):
+            group.urls = ray.get(of_group)
+        pool.start_routers()
         with self.lock:
             pool.ready = True
             self.gateway.attach(pool.slot, pool.addresses, pool.weight, pool.capacity)
             self._save()
 
-    def _replica(self, stack: Stack, index: int) -> tuple[str, Any]:
-        name = f"replica-{stack.fingerprint[:12]}-{index}-{uuid.uuid4().hex[:8]}"
+    def _replica(
+        self, pool: Pool, index: int, role: Literal["prefill", "decode"] = "decode"
+    ) -> tuple[str, Any]:
+        stack, link = pool.stack, pool.prefill.link(role) if pool.prefill else None
+        kind = "prefill" if role == "prefill" else "replica"
+        name = f"{kind}-{stack.fingerprint[:12]}-{index}-{uuid.uuid4().hex[:8]}"
+        # LMCache hands KV over on one machine, which is the one that it was started on.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(Replica).options(
             name=name,
             namespace=NAMESPACE,
@@ -230,12 +243,13 @@ class Fleet:
             num_cpus=self.settings.cpus_per_replica,
             num_gpus=self.settings.gpus_per_replica,
             max_concurrency=4,
+            scheduling_strategy=here if link and link.lmcache_port else "DEFAULT",
         )
         head = ray.util.get_node_ip_address()
-        return name, actor.remote(name, stack.to_json(), index, self.settings, self.home, head)
+        return name, actor.remote(name, stack.to_json(), index, self.settings, self.home, head, link)
 
     def _grow(self, pool: Pool, replicas: int) -> None:
-        added = [self._replica(pool.stack, index) for index in range(len(pool.replicas), replicas)]
+        added = [self._replica(pool, index) for index in range(len(pool.replicas), replicas)]
         try:
             urls = ray.get([replica.start.remote() for _, replica in added])
             with self.lock:
@@ -280,22 +294,23 @@ class Fleet:
                 print(f"watching the fleet: {error}", file=sys.stderr, flush=True)
 
     def _heal(self, pool: Pool) -> None:
-        asked = dict(pool.replicas)
-        urls = [status_of(replica).url for replica in asked.values()]
-        with self.lock:
-            if self.pools.get(pool.stack.fingerprint) is not pool:
-                return
-            if asked == pool.replicas and all(urls) and urls != pool.urls:
-                # A replica was started again on another machine.
-                pool.urls = urls
-                for router in pool.routers:
-                    set_workers(router.url, urls)
-                self._save()
-            for number, router in enumerate(pool.routers):
-                router.restore(pool.urls)
-                if not router.child.alive:
-                    pool.routers[number] = pool.start_router(self.logs, (router.port, router.metrics_port))
+        for group in pool.groups:
+            asked = dict(group.replicas)
+            urls = [status_of(replica).url for replica in asked.values()]
+            with self.lock:
+                if self.pools.get(pool.stack.fingerprint) is not pool:
+                    return
+                if asked == group.replicas and all(urls) and urls != group.urls:
+                    # A replica was started again on another machine.
+                    group.urls = urls
+                    for router in group.routers:
+                        set_workers(router.url, urls)
                     self._save()
+                for number, router in enumerate(group.routers):
+                    router.restore(group.urls)
+                    if not router.child.alive:
+                        group.routers[number] = group.start_router((router.port, router.metrics_port))
+                        self._save()
 
     def _end_expired_leases(self) -> None:
         with self.lock:
@@ -341,8 +356,7 @@ class Fleet:
         """Go on with a pool that was serving; one that was only starting is taken back."""
         pool = Pool.of(entry, self.logs)
         if not pool.ready:
-            for replica in pool.replicas.values():
-                end(replica)
+            pool.stop()
             return
         self.pools[pool.stack.fingerprint] = pool
         self._lease(pool.stack.fingerprint, pool.lease_s)

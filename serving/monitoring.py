@@ -79,7 +79,7 @@ def quantile(buckets: dict[float, float], share: float) -> float | None:
 
 
 def target(part: str, url: str, stack: str = "", **numbers: int) -> dict[str, Any]:
-    """One entry of Prometheus' file-based service discovery; `part` is gateway, router or engine.
+    """One entry of Prometheus' file-based service discovery; `part` is gateway, router, engine or prefill.
 
     `numbers` become labels: `slot`, the router's server in the gateway, or `replica`.
     """

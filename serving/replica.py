@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ray
 
+from strop.serving.disaggregation import Link
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.home import write_atomic
 from strop.serving.process import Child, answers, free_port
@@ -38,11 +39,18 @@ class Replica:
     """
 
     def __init__(
-        self, name: str, stack_json: str, index: int, settings: ServingSettings, home: str, head_ip: str
+        self,
+        name: str,
+        stack_json: str,
+        index: int,
+        settings: ServingSettings,
+        home: str,
+        head_ip: str,
+        link: Link | None = None,
     ):
         self.stack = Stack.from_json(stack_json)
         self.settings = settings
-        self.index = index
+        self.link = link
         # A replica on another machine has to be reached from the router's.
         address = ray.util.get_node_ip_address()
         self.host = "127.0.0.1" if address == head_ip else address
@@ -51,8 +59,19 @@ class Replica:
         self.child: Child | None = None
         self.url = ""
         self.note = self.home / "run" / f"{name}.json"
-        self.log = self.home / "logs" / f"vllm-{self.stack.fingerprint[:12]}-{index}.log"
-        self.title = f"vLLM (stack {self.stack.fingerprint[:12]}, replica {index})"
+        prefills = link is not None and link.role == "prefill"
+        which = f"prefill-{index}" if prefills else str(index)
+        self.log = self.home / "logs" / f"vllm-{self.stack.fingerprint[:12]}-{which}.log"
+        self.title = f"vLLM (stack {self.stack.fingerprint[:12]}, replica {which})"
+        # What a prefill replica is asked is recorded where it is answered.
+        self.records = settings.capture.enabled and not prefills
+        topology = self.stack.topology
+        # Replicas added later share the cores of those that were there.
+        place = topology.replicas + index if prefills else index % topology.replicas
+        together = topology.replicas
+        if topology.disaggregation:
+            together += topology.disaggregation.prefill_replicas
+        self.cores = cores_of_replica(place, together)
         self.heard = time.monotonic()
         threading.Thread(target=self._end_when_forgotten, daemon=True).start()
         if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -72,14 +91,14 @@ class Replica:
         }
         self.child = Child.start(
             self.title,
-            engine_command(self.stack, self.host, port, capture.enabled),
+            engine_command(self.stack, self.host, port, self.records, self.link),
             self.log,
             engine_environment(
                 self.stack,
                 self.settings.kv_cache_gib,
-                # Replicas added later share the cores of those that were there.
-                cores_of_replica(self.index % self.stack.topology.replicas, self.stack.topology.replicas),
-                configuration if capture.enabled else None,
+                self.cores,
+                configuration if self.records else None,
+                self.link,
             ),
             grace_s=self.settings.drain_timeout_s,
             restart=True,

@@ -135,7 +135,8 @@ def _observe(
     while time.monotonic() < deadline:
         fleet.renew(candidate, LEASE_S)
         pools = {p.fingerprint: p for p in fleet.status().pools}
-        if any(r.restarts or not r.alive for r in pools[candidate.fingerprint].replicas):
+        pool = pools[candidate.fingerprint]
+        if any(r.restarts or not r.alive for r in [*pool.replicas, *pool.prefill]):
             raise TakenBack("one of its replicas crashed")
         before = theirs.requests + ours.requests
         theirs.add(store.fresh(since, champion.fingerprint, seen))

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from strop.serving.stack import Disaggregation
+
 
 class Section(BaseModel):
     """Base of every section: immutable, documented field by field, unknown keys refused."""
@@ -104,6 +106,8 @@ class ServingSettings(Section):
     """Longest time a leaving replica may take to finish its requests."""
     ray_address: str | None = None
     """Address of a Ray cluster; none starts Ray on this machine for as long as the fleet runs."""
+    disaggregation: Disaggregation | None = None
+    """Replicas of their own for long prompts, so that they do not hold up the tokens of short ones. None: all do both."""
     gateway: GatewaySettings = GatewaySettings()
     """Who may send requests, and how many."""
     capture: CaptureSettings = CaptureSettings()

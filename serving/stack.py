@@ -7,6 +7,7 @@ identities are derived from parts of it: `numerics` (what changes logits) and `k
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -14,7 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from strop.serving.home import home, write_atomic
 
@@ -105,10 +113,34 @@ class Hardware(_Frozen):
     driver: str | None = None
 
 
+class Disaggregation(_Frozen):
+    """Replicas of their own for long prompts; the others load the KV that those computed, and go on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    prefill_replicas: int = Field(default=1, ge=1)
+    """vLLM processes per Stack that compute long prompts, besides serving.replicas."""
+    min_request_bytes: int = Field(default=4096, ge=0)
+    """Size of a request's body from which on they compute its prompt; 4096 is about a thousand tokens."""
+    transfer: Literal["lmcache", "nixl"] = "lmcache"
+    """How KV gets to the replica that answers: through LMCache on one machine, or by NIXL from GPU to GPU."""
+    buffer_gib: float = Field(default=1.0, gt=0)
+    """Memory that LMCache may take for it, GiB."""
+
+
 class Topology(_Frozen):
     replicas: int = Field(default=1, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     pipeline_parallel: int = Field(default=1, ge=1)
+    disaggregation: Disaggregation | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Stacks made before there was disaggregation keep their fingerprints.
+        content = dump(self)
+        if self.disaggregation is None:
+            del content["disaggregation"]
+        return content
 
 
 class Stack(_Frozen):
@@ -134,7 +166,7 @@ class Stack(_Frozen):
         served_model: str,
         dtype: str = "auto",
         engine_args: dict[str, Scalar] | None = None,
-        replicas: int = 1,
+        topology: Topology | None = None,
     ) -> "Stack":
         """The Stack that serves the plain model in `model` on this machine."""
         artifact = Artifact.of(model)
@@ -149,7 +181,7 @@ class Stack(_Frozen):
                 args={**_safe_args(hardware, config, engine_args or {}), **(engine_args or {})},
             ),
             hardware=hardware,
-            topology=Topology(replicas=replicas),
+            topology=topology or Topology(),
             quantization=(config.get("quantization_config") or {}).get("quant_method"),
             image=os.environ.get("STROP_IMAGE"),
         )
@@ -186,7 +218,13 @@ class Stack(_Frozen):
         }
 
     def verify(self) -> None:
-        """Raise StackError if any file this Stack is made of is missing or changed."""
+        """Raise StackError if any file or library this Stack is made of is missing, or a file changed."""
+        how = self.topology.disaggregation
+        if how and how.transfer == "nixl" and importlib.util.find_spec("nixl") is None:
+            raise StackError(
+                "serving.disaggregation.transfer is nixl, which is not installed here: `pip install nixl` on a machine "
+                "with GPUs, or set it to lmcache."
+            )
         drafter = self.speculator.weights if self.speculator else None
         for artifact in (self.model, drafter, *self.adapters, *self.kernels):
             if artifact is not None:

@@ -34,13 +34,14 @@ def list_pools(as_json: AsJson = False) -> None:
         return
     table = Table("stack", "share", "under way", "replica", "state", "memory", title=status.gateway)
     for pool in status.pools:
-        for number, replica in enumerate(pool.replicas):
+        for number, replica in enumerate([*pool.replicas, *pool.prefill]):
             first = number == 0
+            prefill = " (prefill)" if number >= len(pool.replicas) else ""
             table.add_row(
                 pool.fingerprint[:12] if first else "",
                 f"{pool.share:.0%}" if first else "",
                 str(pool.requests_under_way) if first else "",
-                replica.url,
+                f"{replica.url}{prefill}",
                 "alive" if replica.alive else "[red]dead[/red]",
                 f"{replica.rss_bytes / 2**30:.1f} GiB",
             )

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strop.serving import capture
+from strop.serving import asgi, capture
 from strop.serving.capture import Capture
 from strop.serving.interest import in_sample
 from strop.serving.sse import EventSplitter, payload
@@ -406,7 +406,7 @@ def test_bodies_that_cannot_be_recorded_reach_the_engine_as_they_are(client, bod
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_huge_bodies_pass_untouched(client, monkeypatch, announced):
-    monkeypatch.setattr(capture, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(asgi, "MAX_BODY_BYTES", 1000)
     engine = Engine(b"{}")
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
     recorder = client(engine)

@@ -12,6 +12,7 @@ from strop.pipelines.commands.stack import app
 from strop.serving import stack as stack_module
 from strop.serving.stack import (
     Artifact,
+    Disaggregation,
     Engine,
     Hardware,
     Speculator,
@@ -93,6 +94,21 @@ def test_what_changes_logits_changes_numerics_and_kv(model, changes):
     plain, changed = stack_of(model), stack_of(model, **changes)
     assert plain.numerics != changed.numerics
     assert plain.kv_identity != changed.kv_identity
+
+
+def test_disaggregation_is_a_topology_of_its_own_and_leaves_the_logits_alone(model):
+    plain = stack_of(model)
+    apart = stack_of(model, topology=Topology(disaggregation=Disaggregation()))
+    assert plain.fingerprint != apart.fingerprint
+    assert (plain.numerics, plain.kv_identity) == (apart.numerics, apart.kv_identity)
+    assert Stack.from_json(apart.to_json()) == apart
+    # Manifests that were written before there was any are still what they say.
+    assert "disaggregation" not in plain.to_json()
+
+
+def test_nixl_is_refused_where_it_is_not_installed(model):
+    with pytest.raises(StackError, match="nixl"):
+        stack_of(model, topology=Topology(disaggregation=Disaggregation(transfer="nixl"))).verify()
 
 
 def test_kv_codec_changes_stored_blocks_only(model):
