@@ -68,14 +68,16 @@ def main() -> None:
 
 
 @contextmanager
-def serving(model: Path, folder: Path) -> Iterator[http.client.HTTPConnection]:
-    """A connection to a server whose capture can be switched off."""
-    args = {"max-model-len": 1024, "max-num-seqs": 4, "enforce-eager": True}
+def serving(
+    model: Path, folder: Path, at_once: int = 4, **how: object
+) -> Iterator[http.client.HTTPConnection]:
+    """A connection to a server whose capture, which is as `how` says, can be switched off."""
+    args = {"max-model-len": 1024, "max-num-seqs": at_once, "enforce-eager": True}
     stack = Stack.build(model, "bench", engine_args=args)
     port = free_port()
-    switched = f"{Path(__file__).stem}.{Switched.__name__}"
+    switched = f"capture_overhead.{Switched.__name__}"
     command = [switched if part == CAPTURE else part for part in engine_command(stack, "127.0.0.1", port)]
-    capture: dict[str, object] = {"root": str(folder / "traces"), "stack": stack.fingerprint}
+    capture = {"root": str(folder / "traces"), "stack": stack.fingerprint, "model": str(model), **how}
     environment = engine_environment(stack, 1, cores_of_replica(0, 1), capture)
     path = {"PYTHONPATH": str(Path(__file__).parent)}
     child = Child.start("engine", command, folder / "engine.log", environment | path)

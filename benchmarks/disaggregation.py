@@ -106,7 +106,8 @@ def _measure(
     for side in sides:
         asyncio.run(_round(side, arguments, rng, 5.0))
     for side in sides:
-        side.rounds.clear(), side.long.clear()
+        side.rounds.clear()
+        side.long.clear()
         side.seconds = 0.0
     before = _loaded(pools[apart.fingerprint])
     for pair in range(arguments.pairs):

@@ -239,7 +239,7 @@ class _Exchange:
     def _edited_whole(self, original: bytes) -> bytes:
         content = orjson.loads(original)
         self.answer.take_whole(self._start["status"], content)
-        if self._start["status"] >= 400:
+        if self._start["status"] >= 400 or content is None:
             return original
         restore_whole(content, self.request)
         return orjson.dumps(content)

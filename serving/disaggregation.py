@@ -44,6 +44,11 @@ class Link:
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": self.lmcache_port,
+                # By default a request waits five minutes for a server that has died. A server that is
+                # back has forgotten its clients; they say who they are again if they noticed that it
+                # was gone, so they have to look more often than it takes to start.
+                "lmcache.mp.mq_timeout": 10.0,
+                "lmcache.mp.heartbeat_interval": 2.0,
             },
         }
 
@@ -95,4 +100,5 @@ class LMCacheServer:
     def adopt(cls, name: str, log: Path, known: dict[str, Any]) -> "LMCacheServer | None":
         """Take over a server whose owner is gone; None if it is gone too."""
         child = Child.adopt(name, log, Path(known["folder"]))
-        return cls(*known["ports"], child) if child else None
+        port, http_port = known["ports"]
+        return cls(port, http_port, child) if child else None

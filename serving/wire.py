@@ -187,6 +187,10 @@ class Answer:
         if status >= 400:
             self.fail(status, _error_message(body))
             return
+        if body is None:
+            # What vLLM answers when it finds that the client has gone.
+            self.fail(499, "the client went away")
+            return
         for choice in body["choices"]:
             self._take(choice, choice.get("message") or choice)
         self._take_rest(body)

@@ -89,12 +89,12 @@ def _pid(folder: str) -> int:
 
 
 def test_a_long_prompt_is_computed_once_and_the_answer_is_the_same(apart: Apart) -> None:
-    before = apart.loaded
+    before, tokens = apart.loaded, 0
     for seed in range(3):
         answer, expected = apart.ask(_long(seed)), apart.ask(_long(seed), apart.together)
         assert answer.status_code == expected.status_code == 200
         assert answer.json()["choices"] == expected.json()["choices"]
-    tokens = answer.json()["usage"]["prompt_tokens"]
+        tokens = answer.json()["usage"]["prompt_tokens"]
     # All but what does not fill a block of 128 comes from the prefill replica.
     assert apart.loaded - before >= 3 * (tokens - 160)
     assert apart.counted("strop_prefill_requests_total", where="elsewhere") >= 3

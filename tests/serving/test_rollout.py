@@ -34,7 +34,8 @@ class _Fleet:
 
     def status(self) -> Any:
         replicas = [SimpleNamespace(alive=True, restarts=0)]
-        return SimpleNamespace(pools=[SimpleNamespace(fingerprint=p, replicas=replicas) for p in self.pools])
+        pools = [SimpleNamespace(fingerprint=p, replicas=replicas, prefill=[]) for p in self.pools]
+        return SimpleNamespace(pools=pools)
 
 
 @pytest.fixture
