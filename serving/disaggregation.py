@@ -13,7 +13,7 @@ from strop.serving.process import Child, free_port
 from strop.serving.stack import Disaggregation
 
 CHUNK_TOKENS = 128
-"""Unit of what LMCache carries: vLLM's block size on CPUs, and a multiple of its block sizes on GPUs."""
+"""Unit of what LMCache carries; a multiple of the block sizes that are usual on CPUs and on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

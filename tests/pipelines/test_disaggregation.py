@@ -95,7 +95,7 @@ def test_a_long_prompt_is_computed_once_and_the_answer_is_the_same(apart: Apart)
         assert answer.status_code == expected.status_code == 200
         assert answer.json()["choices"] == expected.json()["choices"]
         tokens = answer.json()["usage"]["prompt_tokens"]
-    # All but what does not fill a block of 128 comes from the prefill replica.
+    # All but what does not fill a chunk of 128 comes from the prefill replica.
     assert apart.loaded - before >= 3 * (tokens - 160)
     assert apart.counted("strop_prefill_requests_total", where="elsewhere") >= 3
 
