@@ -13,11 +13,11 @@ venv: ## Make the virtual environment with the locked dependencies
 demo: venv ## Serve a small model, send it traffic, run one loop, show what became faster (under 30 minutes on 2 cores)
 	@$(BIN)/strop demo $(DEMO)
 
-test: venv lint ## All checks and all tests
-	@$(BIN)/pytest
+test: test-fast lint ## All checks and all tests
+	@$(BIN)/pytest -m slow
 
 test-fast: venv ## The tests that start no server (under 3 minutes)
-	@$(BIN)/pytest -m "not slow"
+	@$(BIN)/pytest -n auto -m "not slow"
 
 lint: venv ## ruff and pyright
 	@$(BIN)/ruff check .
