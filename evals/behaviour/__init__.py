@@ -1,0 +1,1 @@
+"""What two Stacks can do, on tasks whose answers can be checked."""
