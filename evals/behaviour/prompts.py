@@ -1,7 +1,9 @@
 """A user's own prompts, each with the grader that says what a right answer is."""
 
+import ast
 import json
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,7 +81,9 @@ class Function(Section):
     allow_without_isolation: bool = Field(default=False, exclude=True, repr=False)
 
     def grade(self, answer: Answer, row: "Row") -> tuple[float, str]:
-        given = {"answer": answer.text, "row": row.model_dump(mode="json")}
+        # An answer that the function runs could print a grade of its own: it is not told this.
+        nonce = secrets.token_hex(16)
+        given = {"answer": answer.text, "row": row.model_dump(mode="json"), "nonce": nonce}
         program = _CALL.format(source=self.source, file=self.function, name=self.function.rpartition(":")[2])
         try:
             ran = sandbox.run(
@@ -87,7 +91,7 @@ class Function(Section):
             )
         except sandbox.SandboxError as error:
             raise GradingError(str(error)) from None
-        result, why = json_value(ran.stdout.rpartition("\n")[2])
+        result, why = json_value(ran.stdout.rpartition(nonce)[2])
         if ran.how != "exit 0" or why:
             raise GradingError(f"{self.function} gave no grade: {ran.words}")
         value, reason = result if isinstance(result, list) and len(result) == 2 else (result, "")
@@ -101,10 +105,11 @@ class Function(Section):
 _CALL = """\
 import json, sys
 given = json.load(sys.stdin)
+nonce = given.pop("nonce")
 scope = {{"__name__": "grader"}}
 exec(compile({source!r}, {file!r}, "exec"), scope)
 result = scope[{name!r}](given["answer"], given["row"])
-sys.stdout.write("\\n" + json.dumps(result))
+sys.stdout.write(nonce + json.dumps(result))
 """
 
 
@@ -135,7 +140,7 @@ class Row(Section):
     """Instead of the suite's."""
     slices: tuple[str, ...] = ()
     """Kinds to report by themselves."""
-    request: dict[str, Any] = {}
+    request: dict[str, Any] = Field(default={})
     """More of the request: tools, response_format, ..."""
 
     @model_validator(mode="after")
@@ -225,9 +230,12 @@ def _bound(row: Row, path: Path, judge: judging.JudgeModel | None, allow_without
     if isinstance(row.grader, Function):
         file, _, name = row.grader.function.rpartition(":")
         source = (path.parent / file).read_text(encoding="utf-8")
-        compile(source, file, "exec")
-        if not regex.search(rf"^(def|from|import|{name}\b)[^\n]*\b{name}\b|^{name}\s*=", source, regex.M):
-            raise ValueError(f"{file} defines no {name}")
+        try:
+            tree = ast.parse(source)
+        except SyntaxError as error:
+            raise ValueError(f"{file} is no Python: {error}") from None
+        if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
+            raise ValueError(f"{file} defines no function {name}")
         update = {"source": source, "allow_without_isolation": allow_without_isolation}
         return row.model_copy(update={"grader": row.grader.model_copy(update=update)})
     return row

@@ -13,6 +13,7 @@ import jsonschema
 import referencing
 import regex
 from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
 
 from strop.evals.behaviour.tasks import Answer, Grade, Task, ask, json_value, pick, right, wrong
 from strop.evals.observation import Metric
@@ -120,9 +121,7 @@ def _references(schema: Any) -> Iterator[Any]:
 
 def _dialect(schema: Any) -> type[Validator]:
     default = jsonschema.Draft202012Validator
-    return (
-        jsonschema.validators.validator_for(schema, default=default) if isinstance(schema, dict) else default
-    )
+    return validator_for(schema, default=default) if isinstance(schema, dict) else default
 
 
 def _validator(schema: Any, seconds: float) -> Validator:
@@ -167,5 +166,5 @@ def _validator(schema: Any, seconds: float) -> Validator:
         "patternProperties": pattern_properties,
         "additionalProperties": additional_properties,
     }
-    dialect = jsonschema.validators.extend(_dialect(schema), bounded)
+    dialect = extend(_dialect(schema), bounded)
     return dialect(schema, registry=referencing.Registry())
