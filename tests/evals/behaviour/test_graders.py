@@ -102,9 +102,9 @@ def test_schemas_that_cannot_be_checked_are_not_met_and_fetch_nothing(schema: An
 def test_patterns_that_explode_end() -> None:
     started = time.monotonic()
     for schema in (
-        {"pattern": "^(a+)+$"},
-        {"patternProperties": {"^(a+)+$": {}}},
-        {"additionalProperties": False, "patternProperties": {"^(a+)+$": {}}},
+        {"pattern": "^(a|aa)+$"},
+        {"patternProperties": {"^(a|aa)+$": {}}},
+        {"additionalProperties": False, "patternProperties": {"^(a|aa)+$": {}}},
     ):
         text = "a" * 60 + "!"
         found = structured.mismatch(text if "pattern" in schema else {text: 1}, schema)
