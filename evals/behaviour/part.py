@@ -20,6 +20,7 @@ from strop.evals.behaviour import (
 )
 from strop.evals.behaviour.context import max_model_len, token_counter
 from strop.evals.behaviour.datafiles import FILES, read
+from strop.evals.behaviour.sandbox import isolation_missing
 from strop.evals.behaviour.tasks import Answer, Grade, GradingError, Task
 from strop.evals.observation import ARMS, Arm, Bench, EvalError, Finding, Metric, Observation, Side
 from strop.serving.client import Outcome, send
@@ -68,7 +69,8 @@ class Behaviour(Section):
 
     name: Literal["behaviour"] = "behaviour"
     kinds: tuple[Kind, ...] = KINDS
-    """What to ask. Kinds that need public data are left out, and said to be, if `data` does not name it."""
+    """What to ask. Left out, and said to be: kinds that need public data if `data` names none, and coding
+    where programs cannot be isolated."""
     tasks: int = Field(default=8, ge=1)
     """Tasks of each kind (schemas are asked with a grammar and without; tool calls of each sort)."""
     data: Path | None = None
@@ -127,6 +129,9 @@ class Behaviour(Section):
                     )
                 bench.progress(0.0, f"{kind} is left out: `data` names no folder with {missing[0]}")
                 continue
+            if kind == "coding" and not self.allow_code_without_isolation and (why := isolation_missing()):
+                bench.progress(0.0, f"coding is left out: programs cannot be isolated here ({why})")
+                continue
             found += await self._of_kind(kind, bench)
         return found
 
@@ -151,7 +156,8 @@ class Behaviour(Section):
     def _tool_tasks(self, files: list[list[dict[str, Any]]], bench: Bench) -> Iterator[Task]:
         simple, simple_answers, parallel, parallel_answers, irrelevant = files
         # Without a parser a server refuses to leave the choice to the model; it can be held to a call.
-        parse = all("tool-call-parser" in side.stack.engine.args for side in bench.sides)
+        needed = {"tool-call-parser", "enable-auto-tool-choice"}
+        parse = all(needed <= side.stack.engine.args.keys() for side in bench.sides)
         sorts = {"simple": (simple, simple_answers), "parallel": (parallel, parallel_answers)}
         for name, (rows, answers) in {
             **sorts,

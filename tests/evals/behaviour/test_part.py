@@ -5,6 +5,7 @@ import gzip
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from strop.evals.behaviour import harness
 from strop.evals.behaviour.part import FINDING_KINDS, KINDS, METRICS, Behaviour
 from strop.evals.behaviour.sandbox import isolation_missing
-from strop.evals.observation import Bench, EvalError, Finding, Observation, Side
+from strop.evals.observation import Bench, EvalError, Finding, Observation, Part, Side
 from strop.serving.stack import Artifact, Engine, Hardware, Stack
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -34,8 +35,6 @@ def stack(name: str, **args: str | int) -> Stack:
 
 
 def bench(tmp_path: Path, reply: Reply, done: frozenset[str] = frozenset(), **args: str | int) -> Bench:
-    said: list[tuple[float, str]] = []
-
     async def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "new", "max_model_len": 1100}]})
@@ -58,7 +57,7 @@ def bench(tmp_path: Path, reply: Reply, done: frozenset[str] = frozenset(), **ar
         traces=[],
         client=httpx.AsyncClient(transport=httpx.MockTransport(handle)),
         cache=tmp_path,
-        progress=lambda share, text: said.append((share, text)),
+        progress=lambda share, text: None,
         done=done,
     )
 
@@ -67,7 +66,7 @@ async def _all(found: AsyncIterator[Observation | Finding]) -> list[Observation 
     return [each async for each in found]
 
 
-def observe(part: Behaviour, on: Bench) -> tuple[list[Observation], list[Finding]]:
+def observe(part: Part, on: Bench) -> tuple[list[Observation], list[Finding]]:
     found = asyncio.run(_all(part.observe(on)))
     observations = [each for each in found if isinstance(each, Observation)]
     known = {metric.name for metric in part.metrics}
@@ -157,6 +156,17 @@ def test_an_answer_that_cannot_be_graded_is_said_and_does_not_count(tmp_path: Pa
     assert [f.kind for f in findings] == ["not_graded", "not_graded"]
 
 
+@needs_data
+def test_programs_that_cannot_be_isolated_are_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.evals.behaviour.part.isolation_missing", lambda: "the kernel says no")
+    said: list[str] = []
+    on = replace(bench(tmp_path, lambda *_: "a"), progress=lambda share, text: said.append(text))
+    assert observe(Behaviour(kinds=("coding",), data=DATA), on) == ([], [])
+    assert any("coding is left out" in text and "the kernel says no" in text for text in said)
+
+
 def test_closing_early_leaves_nothing_running(tmp_path: Path) -> None:
     async def first() -> int:
         async for _ in Behaviour(kinds=("instructions",), tasks=30).observe(bench(tmp_path, lambda *_: "a")):
@@ -210,7 +220,9 @@ def test_all_kinds_on_real_data(tmp_path: Path) -> None:
 
     part = Behaviour(data=DATA, tasks=3, kinds=("structured", "tools", "coding"))
     started = time.monotonic()
-    observations, findings = observe(part, bench(tmp_path, reply, **{"tool-call-parser": "hermes"}))
+    observations, findings = observe(
+        part, bench(tmp_path, reply, **{"tool-call-parser": "hermes", "enable-auto-tool-choice": True})
+    )
     assert time.monotonic() - started < 30
     assert mean(observations, "humaneval_pass") == (1, 0)
     assert mean(observations, "tool_call_right")[0] >= 0.5 and mean(observations, "tool_call_right")[1] == 0
