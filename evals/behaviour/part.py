@@ -1,7 +1,8 @@
 """The part of an evaluation that asks both Stacks what can be checked."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,16 +99,17 @@ class Behaviour(Section):
     def metrics(self) -> Sequence[Metric]:
         return METRICS
 
-    async def observe(self, bench: Bench) -> AsyncIterator[Observation | Finding]:
+    async def observe(self, bench: Bench) -> AsyncGenerator[Observation | Finding, None]:
         """Ask both sides every task. Raises EvalError for files that cannot be read."""
         every = await self._tasks(bench)
         waiting = [task for task in every if task.id not in bench.done]
         finished = len(every) - len(waiting)
-        async for task, seen in _asked(self, bench, waiting):
-            finished += 1
-            bench.progress(finished / max(len(every), 1), f"{task.kind}: {finished} of {len(every)} tasks")
-            for each in seen:
-                yield each
+        async with aclosing(_asked(self, bench, waiting)) as asked:
+            async for task, seen in asked:
+                finished += 1
+                bench.progress(finished / len(every), f"{task.kind}: {finished} of {len(every)} tasks")
+                for each in seen:
+                    yield each
         if self.lm_eval:
             async for observation in harness.observe(self.lm_eval, bench):
                 yield observation
@@ -183,7 +185,7 @@ class _Said:
 
 async def _asked(
     options: Behaviour, bench: Bench, waiting: Sequence[Task]
-) -> AsyncIterator[tuple[Task, list[Observation | Finding]]]:
+) -> AsyncGenerator[tuple[Task, list[Observation | Finding]], None]:
     """Every task with what was seen of it, as they end; `concurrency` at a time."""
     left = iter(waiting)
     running: dict[asyncio.Task[list[Observation | Finding]], Task] = {}

@@ -213,7 +213,7 @@ def _yaml_rows(path: Path, data: bytes) -> Iterator[tuple[int, Any]]:
         # Nodes know their lines, values do not.
         node = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
         values = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise PromptFileError(f"{path} is no YAML: {str(error)[:300]}") from None
     if not isinstance(node, yaml.SequenceNode):
         raise PromptFileError(f"{path} must be a list of prompts.")

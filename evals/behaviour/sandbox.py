@@ -174,6 +174,9 @@ def _attend(process: subprocess.Popen[bytes], verdict: int, data: bytes, limits:
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
                     selector.unregister(key.fd)
+                    if key.fd == verdict:
+                        # It is over; without isolation others may be left that hold stdout open.
+                        _kill_group(process)
                     continue
                 room = limits.output_bytes - len(output[key.fd])
                 output[key.fd] += piece[: max(room, 0)]
@@ -206,11 +209,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(2)
         except subprocess.TimeoutExpired:
             pass
+    _kill_group(process)
+    process.wait()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    process.wait()
 
 
 def _interpreter() -> Path:

@@ -71,12 +71,11 @@ def test_what_is_json_is_valid_against_a_schema_that_allows_all(value: Any) -> N
     assert [g.value for g in structured.grade(Answer(json.dumps(value)), {})] == [1, 1]
 
 
-@given(json_values, json_values)
-def test_constants_are_met_by_themselves_alone(value: Any, other: Any) -> None:
+@given(json_values, st.text(min_size=1))
+def test_constants_are_met_by_themselves_alone(value: Any, more: str) -> None:
     assert structured.mismatch(value, {"const": value}) is None
-    if json.dumps(value, sort_keys=True) != json.dumps(other, sort_keys=True) and type(value) is type(other):
-        found = structured.mismatch(other, {"const": value})
-        assert (found is None) == (value == other)
+    assert structured.mismatch(value, {"const": [value, more]})
+    assert structured.mismatch({more: value}, {"const": value})
 
 
 @given(st.text())
@@ -138,9 +137,9 @@ def test_a_check_never_fails_and_gives_a_reason_or_none(text: str, instruction: 
     assert isinstance(instruction.check(text), str)
 
 
-@given(st.lists(st.from_regex(re.compile(r"[a-zà-ÿ]{1,8}", re.IGNORECASE), fullmatch=True)))
+@given(st.lists(st.from_regex(r"[a-zà-öø-ÿ]{1,8}", fullmatch=True)))
 def test_words_are_counted(words: list[str]) -> None:
-    assert instructions.count_words(", ".join(words)) == len([w for w in words if re.search(r"[^\W_]", w)])
+    assert instructions.count_words(", ".join(words)) == len(words)
 
 
 def test_the_share_of_instructions_kept_is_the_grade() -> None:

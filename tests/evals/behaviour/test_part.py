@@ -5,6 +5,7 @@ import gzip
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,14 +168,28 @@ def test_programs_that_cannot_be_isolated_are_not_asked_for(
     assert any("coding is left out" in text and "the kernel says no" in text for text in said)
 
 
-def test_closing_early_leaves_nothing_running(tmp_path: Path) -> None:
-    async def first() -> int:
-        async for _ in Behaviour(kinds=("instructions",), tasks=30).observe(bench(tmp_path, lambda *_: "a")):
-            break
-        await asyncio.sleep(0.05)
-        return len(asyncio.all_tasks())
+def test_closing_early_cancels_what_is_running(tmp_path: Path) -> None:
+    hung = 0
 
-    assert asyncio.run(first()) <= 2
+    async def handle(request: httpx.Request) -> httpx.Response:
+        nonlocal hung
+        if hung < 4:
+            hung += 1
+            await asyncio.sleep(60)
+        return httpx.Response(500)
+
+    async def first() -> tuple[int, int]:
+        client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+        on = replace(bench(tmp_path, lambda *_: "a"), client=client)
+        found = Behaviour(kinds=("instructions",), tasks=30, concurrency=4).observe(on)
+        async with aclosing(found):
+            async for _ in found:
+                break
+            before = len(asyncio.all_tasks())
+        return before, len(asyncio.all_tasks())
+
+    before, after = asyncio.run(first())
+    assert before > 2 and after == 1
 
 
 def test_missing_and_broken_data_is_named(tmp_path: Path) -> None:
@@ -240,7 +255,7 @@ def test_all_kinds_on_real_data(tmp_path: Path) -> None:
 
 @needs_data
 def test_the_tasks_of_a_suite_are_the_same_in_every_run(tmp_path: Path) -> None:
-    part = Behaviour(data=DATA, tasks=4, kinds=KINDS)
+    part = Behaviour(data=DATA, tasks=4, kinds=KINDS, allow_code_without_isolation=True)
 
     def bodies() -> list[Any]:
         return [(t.id, t.body) for t in asyncio.run(part._tasks(bench(tmp_path, lambda *_: "a")))]

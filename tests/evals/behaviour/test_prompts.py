@@ -58,9 +58,9 @@ def test_rows_become_requests(tmp_path: Path) -> None:
 def test_yaml_is_read_and_its_lines_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.yaml"
     path.write_text(
-        "# mine\n- prompt: a\n  grader: {type: exact, answer: b}\n\n- prompt: a\n  grader: {type: no}\n"
+        "# mine\n- prompt: a\n  grader: {type: exact, answer: b}\n\n- prompt: a\n  grader: {type: magic}\n"
     )
-    with pytest.raises(PromptFileError, match=r"1 bad rows:\nline 5: grader: .*'no'"):
+    with pytest.raises(PromptFileError, match=r"1 bad rows:\nline 5: grader: .*'magic'"):
         load(path)
     path.write_text("- prompt: a\n  grader: {type: exact, answer: b}\n")
     assert [row.id for row in load(path)] == ["line-1"]
