@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,10 +117,10 @@ class Behaviour(Section):
         bench.progress(1.0, f"{len(every)} tasks")
 
     async def _tasks(self, bench: Bench) -> list[Task]:
-        found: list[Task] = []
+        found: list[Iterator[Task]] = []
         if self.prompts:
             rows = prompts.load(self.prompts, self.judge, self.allow_code_without_isolation)
-            found += prompts.tasks(rows, self.max_tokens)
+            found.append(prompts.tasks(rows, self.max_tokens))
         for kind in self.kinds:
             missing = [
                 name for name in FILES.get(kind, ()) if self.data is None or not (self.data / name).is_file()
@@ -134,8 +135,10 @@ class Behaviour(Section):
             if kind == "coding" and not self.allow_code_without_isolation and (why := isolation_missing()):
                 bench.progress(0.0, f"coding is left out: programs cannot be isolated here ({why})")
                 continue
-            found += await self._of_kind(kind, bench)
-        return found
+            found.append(await self._of_kind(kind, bench))
+        # Kinds take turns: an evaluation that is ended early has seen something of each.
+        turns = zip_longest(*found)
+        return [task for turn in turns for task in turn if task is not None]
 
     async def _of_kind(self, kind: Kind, bench: Bench) -> Iterator[Task]:
         count, seed = self.tasks, bench.seed

@@ -91,8 +91,9 @@ class Function(Section):
             )
         except sandbox.SandboxError as error:
             raise GradingError(str(error)) from None
-        result, why = json_value(ran.stdout.rpartition(nonce)[2])
-        if ran.how != "exit 0" or why:
+        _, told, said = ran.stdout.rpartition(nonce)
+        result, why = json_value(said)
+        if ran.how != "exit 0" or why or not told:
             raise GradingError(f"{self.function} gave no grade: {ran.words}")
         value, reason = result if isinstance(result, list) and len(result) == 2 else (result, "")
         if not isinstance(value, bool | int | float) or not 0 <= value <= 1:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from strop.evals.behaviour import harness
-from strop.evals.behaviour.part import FINDING_KINDS, KINDS, METRICS, Behaviour
+from strop.evals.behaviour import Behaviour, harness
+from strop.evals.behaviour.part import FINDING_KINDS, KINDS, METRICS
 from strop.evals.behaviour.sandbox import isolation_missing
-from strop.evals.observation import Bench, EvalError, Finding, Observation, Part, Side
+from strop.evals.observation import Bench, EvalError, Finding, Observation, Side
 from strop.serving.stack import Artifact, Engine, Hardware, Stack
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -58,7 +58,7 @@ def bench(tmp_path: Path, reply: Reply, done: frozenset[str] = frozenset(), **ar
         traces=[],
         client=httpx.AsyncClient(transport=httpx.MockTransport(handle)),
         cache=tmp_path,
-        progress=lambda share, text: None,
+        progress=lambda done, text: None,
         done=done,
     )
 
@@ -67,7 +67,7 @@ async def _all(found: AsyncIterator[Observation | Finding]) -> list[Observation 
     return [each async for each in found]
 
 
-def observe(part: Part, on: Bench) -> tuple[list[Observation], list[Finding]]:
+def observe(part: Behaviour, on: Bench) -> tuple[list[Observation], list[Finding]]:
     found = asyncio.run(_all(part.observe(on)))
     observations = [each for each in found if isinstance(each, Observation)]
     known = {metric.name for metric in part.metrics}
@@ -163,7 +163,7 @@ def test_programs_that_cannot_be_isolated_are_not_asked_for(
 ) -> None:
     monkeypatch.setattr("strop.evals.behaviour.part.isolation_missing", lambda: "the kernel says no")
     said: list[str] = []
-    on = replace(bench(tmp_path, lambda *_: "a"), progress=lambda share, text: said.append(text))
+    on = replace(bench(tmp_path, lambda *_: "a"), progress=lambda done, text: said.append(text))
     assert observe(Behaviour(kinds=("coding",), data=DATA), on) == ([], [])
     assert any("coding is left out" in text and "the kernel says no" in text for text in said)
 
@@ -261,6 +261,7 @@ def test_the_tasks_of_a_suite_are_the_same_in_every_run(tmp_path: Path) -> None:
         return [(t.id, t.body) for t in asyncio.run(part._tasks(bench(tmp_path, lambda *_: "a")))]
 
     first = bodies()
+    assert {name.split("/")[0] for name, _ in first[:5]} == set(KINDS)
     assert first == bodies() and len({name for name, _ in first}) == len(first) == 4 * (2 + 2 + 3)
 
 

@@ -150,9 +150,9 @@ def test_functions(tmp_path: Path) -> None:
         "def nothing(answer, row): pass\n"
         "def fails(answer, row): raise KeyError('oh')\n"
     )
-    names = ("length", "yes", "runs", "much", "nothing", "fails")
+    names = ["length", "yes", "runs", "much", "nothing", "fails"]
     contents = [{"prompt": "p", "grader": {"type": "python", "function": f"mine.py:{n}"}} for n in names]
-    found = dict(zip(names, rows(tmp_path, *contents), strict=True))
+    found: dict[str, prompts.Row] = dict(zip(names, rows(tmp_path, *contents), strict=True))
     assert prompts.grade(Answer("12345"), found["length"])[0].value == 0.5
     assert prompts.grade(Answer("12345"), found["length"])[0].reason == "p: short"
     assert [value(found["yes"], t) for t in ("é", "e")] == [1, 0]

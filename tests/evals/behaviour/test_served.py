@@ -41,7 +41,7 @@ def test_a_stack_compared_with_itself_shows_no_difference(served: Side, tmp_path
     async def observe() -> list[Observation | Finding]:
         async with httpx.AsyncClient() as client:
             other = Side("candidate", served.stack, served.url)
-            bench = Bench(served, other, [], client, tmp_path, lambda *_: None)
+            bench = Bench(served, other, [], client, tmp_path, lambda done, text: None)
             # Its tokenizer makes a token of nearly every letter.
             data = DATA if DATA.is_dir() else None
             part = Behaviour(tasks=2, max_tokens=24, data=data, context_lengths=(512, 1024))
