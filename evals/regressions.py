@@ -236,7 +236,11 @@ class Regressions(BaseModel):
     """Longest time one request may take before it counts as failed."""
 
     async def observe(self, bench: Bench) -> AsyncIterator[Observation | Finding]:
-        """Ask both Stacks every kept case; one that only the candidate fails is a Finding."""
+        """Ask both Stacks every kept case; one that only the candidate fails is a Finding.
+
+        Requests of `bench.traces` that failed are kept first.
+        """
+        remember(strop_home(), cases_of_traces(bench.traces))
         cases = [c for c in kept_cases(strop_home())[: self.max_cases] if c.id not in bench.done]
         for start in range(0, len(cases), self.concurrency):
             part = cases[start : start + self.concurrency]
