@@ -141,12 +141,13 @@ async def repeats(
                 where = f"on replica {place}"
                 runs[number].append(("replica", where, await ask(request, url, f"replica-{place}")))
     for start in range(0, len(requests), batch):
-        part = range(start, min(start + batch, len(requests)))
-        if len(part) < 2 and len(requests) > 1:
-            part = range(max(0, len(requests) - batch), len(requests))
+        # The last one, if it would be alone, is asked with those before it.
+        part = range(start if start + 1 < len(requests) else max(0, start + 1 - batch), len(requests))[:batch]
+        if len(part) < 2:
+            continue
         outcomes = await asyncio.gather(*(ask(requests[n], homes[0], "batch") for n in part))
         for number, outcome in zip(part, outcomes, strict=True):
-            if number >= start and first[number].error is None and len(part) > 1:
+            if number >= start and first[number].error is None:
                 runs[number].append(("batch", f"in a batch of {len(part)}", outcome))
     return [
         await _compared(client, side, homes[0], request, answer, others)

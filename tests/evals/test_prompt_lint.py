@@ -33,7 +33,7 @@ START = datetime(2026, 3, 2, 9, 58, tzinfo=UTC)
 RULES = "\n".join(
     f"- Rule {word}: whatever is asked about {word}, answer in {number} short sentences and name the source."
     for number, word in enumerate(
-        "invoices refunds parcels returns payments accounts discounts vouchers".split(), 2
+        ["invoices", "refunds", "parcels", "returns", "payments", "accounts", "discounts", "vouchers"], 2
     )
 )
 TOOLS = [
