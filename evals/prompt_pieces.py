@@ -261,7 +261,7 @@ def _text_changes(before: bytes, after: bytes, where: Where) -> list[Change]:
         start, end = _trimmed(other, after, run)
         kind, start, end = _classified(after, start, end)
         context = after[run.start : start]
-        if sum(map(chr.isalpha, _decoded(context))) < 3:
+        if sum(c.isalpha() for c in _decoded(context)) < 3:
             context = run.fixed_before
         follows = shared - run.shared_before
         found.append(

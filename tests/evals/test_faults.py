@@ -324,7 +324,7 @@ def test_language_switches(asked: str, answer: str, other: str, switched: bool) 
 
 
 def test_scripts_count_letters_of_prose() -> None:
-    assert scripts("ab c `дд` https://пример.рф <тег> 12") == {"LATIN": 2}
+    assert scripts("ab c `дд` https://пример.рф <b> 12") == {"LATIN": 2}
     assert scripts("日本語 한국 ｆｕｌｌ") == {"CJK": 3, "HANGUL": 2, "LATIN": 4}
 
 

@@ -196,7 +196,7 @@ def test_files_that_nobody_can_read_go_with_a_deletion(tmp_path: Path) -> None:
     (tmp_path / "regressions" / "torn.json").write_text('{"tenant":"an')
     (tmp_path / "regressions" / ".half.json.x").write_text("secret of ann")
     assert not delete(tmp_path, "ann", None).left
-    assert [p.stem for p in (tmp_path / "regressions").iterdir()] == [case(1).id]
+    assert [p.stem for p in (tmp_path / "regressions").iterdir()] == [case(1, tenant="bob").id]
 
 
 def test_retention_lets_old_cases_go(tmp_path: Path) -> None:
