@@ -8,6 +8,7 @@ request alone, since then nothing has changed the order of sums.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,11 +31,6 @@ PREFIX = "repeat-"
 """How the request ids of this look begin; the id of the trace follows."""
 
 How = Literal["alone", "batch", "replica"]
-_WORDS: dict[How, str] = {
-    "alone": "asked again, alone",
-    "batch": "in a batch",
-    "replica": "on another replica",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class Parted:
 
     def words(self, bound: float) -> str:
         if self.difference is None:
-            return f"answered alone, failed {self.where}: {self.other.error}"
+            return f"answered once, failed {self.where}: {self.other.error}"
         gap = self.difference.logprob_gap
         known = "the server gave no gap" if gap is None else f"a gap of {gap:.3g} nats, ties reach {bound:g}"
         kind = "race" if self.race else "numeric tie"
@@ -68,7 +64,6 @@ class Parted:
 class Repeats:
     """What one Stack did with one request."""
 
-    answer: Outcome
     asked: frozenset[How]
     """In which ways it was asked again."""
     parted: tuple[Parted, ...]
@@ -95,85 +90,105 @@ def greedy_copies(requests: Sequence[Request], count: int, tokens: int) -> list[
 
 
 async def observe_repeats(
-    bench: Bench, requests: Sequence[Request], batch: int, timeout_s: float
+    bench: Bench, requests: Sequence[Request], batch: int, ends: float, timeout_s: float
 ) -> AsyncIterator[Observation | Finding]:
     """Put greedy requests to both Stacks again and again; nobody else may ask the servers meanwhile.
 
-    Raises EvalError if the noise of a Stack's dtype is not known.
+    After `ends` (of `time.monotonic`) no further request is begun, if two were. Raises EvalError if the
+    noise of a Stack's dtype is not known.
     """
     left = [request for request in requests if request.request_id not in bench.done]
     if not left:
         return
-    found: dict[Arm, list[Repeats | None]] = {}
     for side in bench.sides:
         try:
             tie_bound(side.stack.engine.dtype)
         except ValueError as error:
             raise EvalError(str(error)) from None
-        bench.progress(0.5 if side.arm == "reference" else 0.75, f"asking the {side.arm} the same again")
-        found[side.arm] = await repeats(bench.client, side, left, batch, timeout_s)
-    for request, reference, candidate in zip(left, found["reference"], found["candidate"], strict=True):
-        for side, one in zip(bench.sides, (reference, candidate), strict=True):
+    asked: dict[Arm, list[_Asked]] = {side.arm: [] for side in bench.sides}
+    for number, request in enumerate(left):
+        if number >= 2 and time.monotonic() > ends:
+            break
+        bench.progress(0.6 + 0.3 * number / len(left), f"{number} of {len(left)} requests asked again")
+        for side in bench.sides:
+            asked[side.arm].append(await _asked_alone(bench.client, side, request, timeout_s))
+    for side in bench.sides:
+        await _ask_in_batches(bench.client, side, asked[side.arm], batch, timeout_s)
+    for pair in zip(*(asked[side.arm] for side in bench.sides), strict=True):
+        found = [
+            await _compared(bench.client, side, one) for side, one in zip(bench.sides, pair, strict=True)
+        ]
+        for side, one in zip(bench.sides, found, strict=True):
             for parted in one.parted if one else ():
-                yield _finding(side, request, parted)
-        for observation in _observations(request, reference, candidate):
+                yield _finding(side, pair[0].request, parted)
+        for observation in _observations(pair[0].request, *found):
             yield observation
 
 
-async def repeats(
-    client: httpx.AsyncClient, side: Side, requests: Sequence[Request], batch: int, timeout_s: float
-) -> list[Repeats | None]:
-    """What one Stack does with each request; None for one that it did not answer even the first time."""
-    # Alone means one replica: two may have gone to two.
-    homes = side.replicas or (side.url,)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The answers of one Stack to one request: the first, and each later one with how and where it was asked."""
 
-    async def ask(request: Request, url: str, salt: str) -> Outcome:
-        # Each run computes its prompt anew: one that finds it in the cache computes in another order.
-        server = Server(url, side.model, f"{request.request_id}-{salt}")
-        return await server.answer(client, request, timeout_s)
+    request: Request
+    first: Outcome
+    again: list[tuple[How, str, Outcome]]
 
-    first = [await ask(request, homes[0], "1") for request in requests]
-    runs: list[list[tuple[How, str, Outcome]]] = [[] for _ in requests]
-    for number, request in enumerate(requests):
-        if first[number].error is None:
-            runs[number].append(("alone", _WORDS["alone"], await ask(request, homes[0], "2")))
-            for place, url in enumerate(homes[1:], 1):
-                where = f"on replica {place}"
-                runs[number].append(("replica", where, await ask(request, url, f"replica-{place}")))
-    for start in range(0, len(requests), batch):
-        # The last one, if it would be alone, is asked with those before it.
-        part = range(start if start + 1 < len(requests) else max(0, start + 1 - batch), len(requests))[:batch]
+
+def _homes(side: Side) -> tuple[str, ...]:
+    # Alone means one replica: through a router, two requests may go to two.
+    return side.replicas or (side.url,)
+
+
+async def _ask(
+    client: httpx.AsyncClient, side: Side, request: Request, url: str, run: str, timeout_s: float
+) -> Outcome:
+    # Each run computes its prompt anew: one that finds it in the cache computes in another order.
+    return await Server(url, side.model, f"{request.request_id}-{run}").answer(client, request, timeout_s)
+
+
+async def _asked_alone(client: httpx.AsyncClient, side: Side, request: Request, timeout_s: float) -> _Asked:
+    home, *others = _homes(side)
+    one = _Asked(request, await _ask(client, side, request, home, "first", timeout_s), [])
+    if one.first.error is None:
+        again = await _ask(client, side, request, home, "again", timeout_s)
+        one.again.append(("alone", "when asked again alone", again))
+        for place, url in enumerate(others, 1):
+            answer = await _ask(client, side, request, url, f"replica-{place}", timeout_s)
+            one.again.append(("replica", f"on replica {place}", answer))
+    return one
+
+
+async def _ask_in_batches(
+    client: httpx.AsyncClient, side: Side, asked: Sequence[_Asked], batch: int, timeout_s: float
+) -> None:
+    """Add to each what it was answered among others; batches are as even as can be, and never of one."""
+    parts = max(1, min(-(-len(asked) // batch), len(asked) // 2))
+    for number in range(parts):
+        part = asked[len(asked) * number // parts : len(asked) * (number + 1) // parts]
         if len(part) < 2:
-            continue
-        outcomes = await asyncio.gather(*(ask(requests[n], homes[0], "batch") for n in part))
-        for number, outcome in zip(part, outcomes, strict=True):
-            if number >= start and first[number].error is None:
-                runs[number].append(("batch", f"in a batch of {len(part)}", outcome))
-    return [
-        await _compared(client, side, homes[0], request, answer, others)
-        for request, answer, others in zip(requests, first, runs, strict=True)
-    ]
+            return
+        url = _homes(side)[0]
+        answers = await asyncio.gather(
+            *(_ask(client, side, one.request, url, "batch", timeout_s) for one in part)
+        )
+        for one, answer in zip(part, answers, strict=True):
+            if one.first.error is None:
+                one.again.append(("batch", f"in a batch of {len(part)}", answer))
 
 
-async def _compared(
-    client: httpx.AsyncClient,
-    side: Side,
-    url: str,
-    request: Request,
-    answer: Outcome,
-    others: Sequence[tuple[How, str, Outcome]],
-) -> Repeats | None:
-    if answer.error is not None:
+async def _compared(client: httpx.AsyncClient, side: Side, asked: _Asked) -> Repeats | None:
+    """None for a request that was not answered even the first time."""
+    if asked.first.error is not None:
         return None
-    server, parted = Server(url, side.model), []
-    for how, where, other in others:
+    server, parted = Server(_homes(side)[0], side.model), []
+    for how, where, other in asked.again:
         if other.error is not None:
-            parted.append(Parted(how, where, answer, other, None))
+            parted.append(Parted(how, where, asked.first, other, None))
             continue
-        pair = Pair(request, answer, other)
+        pair = Pair(asked.request, asked.first, other)
         found = await compare_outputs(client, server, side.stack.engine.dtype, [pair])
-        parted += [Parted(how, where, answer, other, difference) for difference in found.differences]
-    return Repeats(answer, frozenset(how for how, _, _ in others), tuple(parted))
+        parted += [Parted(how, where, asked.first, other, difference) for difference in found.differences]
+    return Repeats(frozenset(how for how, _, _ in asked.again), tuple(parted))
 
 
 def _observations(

@@ -1,6 +1,7 @@
 """The part `failures`: what goes plainly wrong in answers, what changes from run to run, what leaks."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, Literal
 
@@ -54,19 +55,42 @@ class Failures(BaseModel):
     """Marked prompts sent at the same time."""
     request_timeout_s: float = Field(default=300, gt=0)
     """Longest time one request may take before it counts as failed."""
+    seconds: float = Field(default=600, gt=0)
+    """Time for all of it; after six tenths no further answer is looked at, after nine none is asked again."""
 
     async def observe(self, bench: Bench) -> AsyncIterator[Observation | Finding]:
-        """Faults of answers first, then what changes from run to run, then what leaks.
+        """What leaks first, then faults of answers, then what changes from run to run.
 
         Raises EvalError if the noise of a Stack's dtype is not known.
         """
+        started = time.monotonic()
+        async for seen in leakage.observe_leaks(
+            bench, self.leak_rounds, self.leak_at_once, self.request_timeout_s
+        ):
+            yield seen
         settings = EvalSettings(max_requests=self.max_requests, max_output_tokens=self.max_output_tokens)
         requests, _ = select(bench.traces, settings.model_copy(update={"seed": bench.seed}))
+        share = 0.6 if self.repeated_requests else 0.9
+        async for seen in self._observe_answers(bench, requests, started + share * self.seconds):
+            yield seen
+        copies = determinism.greedy_copies(requests, self.repeated_requests, self.repeated_tokens)
+        ends = started + 0.9 * self.seconds
+        async for seen in determinism.observe_repeats(
+            bench, copies, self.batch, ends, self.request_timeout_s
+        ):
+            yield seen
+        bench.progress(1.0, f"answers to {len(requests)} requests looked at")
+
+    async def _observe_answers(
+        self, bench: Bench, requests: Sequence[Request], ends: float
+    ) -> AsyncIterator[Observation | Finding]:
         recorded = {trace.request_id: trace for trace in bench.traces}
         left = [request for request in requests if request.request_id not in bench.done]
         for start in range(0, len(left), self.concurrency):
+            if start and time.monotonic() > ends:
+                return
             part = left[start : start + self.concurrency]
-            bench.progress(0.5 * start / len(left), f"{start} of {len(left)} answers looked at")
+            bench.progress(0.1 + 0.5 * start / len(left), f"{start} of {len(left)} answers looked at")
             outcomes = await asyncio.gather(
                 *(
                     Server(side.url, side.model).answer(bench.client, request, self.request_timeout_s)
@@ -78,14 +102,6 @@ class Failures(BaseModel):
                 reference, candidate = outcomes[2 * number : 2 * number + 2]
                 for seen in seen_in(bench, request, recorded[request.request_id], reference, candidate):
                     yield seen
-        copies = determinism.greedy_copies(requests, self.repeated_requests, self.repeated_tokens)
-        async for seen in determinism.observe_repeats(bench, copies, self.batch, self.request_timeout_s):
-            yield seen
-        async for seen in leakage.observe_leaks(
-            bench, self.leak_rounds, self.leak_at_once, self.request_timeout_s
-        ):
-            yield seen
-        bench.progress(1.0, f"{len(requests)} answers looked at")
 
 
 def seen_in(

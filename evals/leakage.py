@@ -76,7 +76,7 @@ async def observe_leaks(
         if all(prompt.request_id in bench.done for prompt in prompts):
             continue
         for side in bench.sides:
-            bench.progress(0.9, f"searching the {side.arm}'s answers for others' prompts")
+            bench.progress(0.05, f"searching the {side.arm}'s answers for others' prompts")
             outcomes = await _ask_at_once(bench.client, side, prompts, bench.seed, timeout_s)
             leaks = list(found_leaks(prompts, outcomes))
             for giver, taker in leaks:
@@ -84,7 +84,7 @@ async def observe_leaks(
             if side.arm == "candidate":
                 gave = {giver for giver, _ in leaks}
                 for number, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
-                    if outcome.error is None:
+                    if outcome.error is None and prompt.request_id not in bench.done:
                         leaked = float(number in gave)
                         yield Observation("leak", prompt.request_id, prompt.request_id, (), (leaked,))
 

@@ -315,9 +315,17 @@ def test_what_only_fails_in_a_batch_is_a_race(tmp_path: Path) -> None:
 
     observations, findings = observed(REPEATS, Played(), Overloaded(), tmp_path)
     assert findings and all(
-        f.kind == "race" and "answered alone, failed in a batch" in f.detail for f in findings
+        f.kind == "race" and "answered once, failed in a batch" in f.detail for f in findings
     )
     assert share(observations, "batch_same") < 1 == share(observations, "repeats_same")
+
+
+def test_no_request_is_begun_after_its_time(tmp_path: Path) -> None:
+    candidate = Played()
+    part = REPEATS.model_copy(update={"seconds": 1e-9})
+    observations, _ = observed(part, Played(), candidate, tmp_path)
+    assert {o.request_id for o in observations} == {"r4", "r5", "r6", "r7", "repeat-r4", "repeat-r5"}
+    assert share(observations, "batch_same") == 1
 
 
 def test_an_unknown_dtype_ends_it_with_a_sentence(tmp_path: Path) -> None:
