@@ -31,6 +31,11 @@ COLUMNS = [
 RATE_TOKENS = 64
 """Prompts with fewer tokens to compute say little about the rate of prefill."""
 
+CONTENT: tuple[Kind, ...] = ("name", "text")
+"""Kinds that may be what the prompt is about. They are told only where most of what follows is fixed text..."""
+WORTH = 0.002
+"""...and they cost this share of all prompt tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -159,7 +164,11 @@ def lint(prompts: Iterable[Prompt], block_tokens: int = 16) -> Lint:
         total += sum(len(prompt.token_ids) for prompt in group)
         shared += int((hits // block_tokens * block_tokens).sum())
         wasted += _add_costs(group, hits, block_tokens, (tenant, model), costs)
-    breakers = [cost.breaker(key[0], key[1]) for key, cost in costs.items()]
+    breakers = [
+        cost.breaker(key[0], key[1])
+        for key, cost in costs.items()
+        if cost.change.kind not in CONTENT or cost.wasted >= WORTH * total
+    ]
     return Lint(
         prompts=count,
         prompt_tokens=total,
@@ -290,6 +299,11 @@ def _add_costs(
             common = common_beginning(group[mate].token_ids, prompt.token_ids)
             found = changes(parts[mate], here, common / tokens_a_byte)
             for change in found:
+                if (
+                    change.kind in CONTENT
+                    and 2 * change.shared_after < sum(map(len, here.head)) - change.start
+                ):
+                    continue
                 # A change behind others is where it would stand if those were mended.
                 position = common + round((change.start - found[0].start) * tokens_a_byte)
                 could_share = position + int(change.shared_after * tokens_a_byte)

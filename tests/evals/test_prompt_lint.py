@@ -28,6 +28,7 @@ from strop.evals.prompt_lint import (
 from strop.evals.prompt_pieces import Kind, parts_of
 from strop.pipelines.cli import app
 from strop.serving.traces import Trace, TraceStore
+from strop.serving.workload import code_assistant
 
 START = datetime(2026, 3, 2, 9, 58, tzinfo=UTC)
 RULES = "\n".join(
@@ -161,6 +162,22 @@ def test_a_clean_set_has_none() -> None:
         found = lint(prompts, 16)
         assert not found.breakers and found.wasted_tokens == 0
         assert found.shared_tokens > 0.5 * found.prompt_tokens
+
+
+def test_the_built_in_traffic_has_none() -> None:
+    """Its system prompts show another file each, in excerpts that partly repeat."""
+    prompts = []
+    for session in code_assistant(0, 60, "m"):
+        said: list[dict[str, Any]] = []
+        for turn in session.turns:
+            said += turn.messages
+            tools = turn.options.get("tools")
+            text = json.dumps(tools or "") + "".join(m["role"] + str(m["content"]) for m in said)
+            made = asked(len(prompts), "", [], tools, session=session.id)
+            ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+            prompts.append(replace(made, messages=json.dumps(said), token_ids=ids))
+            said.append({"role": "assistant", "content": f"Answer {len(prompts)}."})
+    assert lint(prompts, 16).breakers == ()
 
 
 words = st.text("abcdefghij klmnop", min_size=1, max_size=40)

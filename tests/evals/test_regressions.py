@@ -23,11 +23,12 @@ from strop.evals.regressions import (
     remember,
     remember_evaluation,
 )
+from strop.pipelines.deployment import remember_taken_back
 from strop.serving.deletion import delete
 from strop.serving.retention import prune
 from strop.serving.stack import Artifact, Engine, Hardware, Stack
 from strop.serving.tombstones import bury
-from strop.serving.traces import Choice, Trace
+from strop.serving.traces import Choice, Trace, TraceStore
 
 MakeTrace = Callable[..., Trace]
 START = datetime(2026, 3, 1, tzinfo=UTC)
@@ -155,6 +156,27 @@ def test_failed_and_faulty_traces_become_cases(make_trace: MakeTrace) -> None:
     assert [(c.request_id, c.kind) for c in cases_of_traces(live)] == [
         ("r2", "error"), ("r4", "loop"), ("r5", "invalid_json"), ("r9", "empty"),
     ]  # fmt: skip
+
+
+def test_what_a_candidate_failed_before_it_was_taken_back_is_kept(
+    tmp_path: Path, make_trace: MakeTrace
+) -> None:
+    since = datetime(2026, 3, 1, 12, 0, 30, tzinfo=UTC)
+    failed = {"status": 500, "error": "died", "choices": []}
+    served = [
+        make_trace(29, stack=STACK.fingerprint, **failed),
+        make_trace(31, stack=STACK.fingerprint, **failed),
+        make_trace(32, stack=STACK.fingerprint),
+        # One that was kept for its failure alone counts as well.
+        make_trace(33, stack=STACK.fingerprint, kept_for="failure", **failed),
+        make_trace(34, **failed),
+    ]
+    TraceStore(tmp_path / "traces").append(served)
+    assert remember_taken_back(tmp_path, STACK, since) == 2
+    assert set(ids(tmp_path)) == {"r31", "r33"}
+    # A disk that refuses does not end the loop.
+    (tmp_path / "traces" / "deletions.json").write_text("{")
+    assert remember_taken_back(tmp_path, STACK, since) == 0
 
 
 # -- deletion and retention -----------------------------------------------------------------
