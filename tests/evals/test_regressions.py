@@ -162,15 +162,15 @@ def test_what_a_candidate_failed_before_it_was_taken_back_is_kept(
     tmp_path: Path, make_trace: MakeTrace
 ) -> None:
     since = datetime(2026, 3, 1, 12, 0, 30, tzinfo=UTC)
-    failed = {"status": 500, "error": "died", "choices": []}
-    served = [
-        make_trace(29, stack=STACK.fingerprint, **failed),
-        make_trace(31, stack=STACK.fingerprint, **failed),
-        make_trace(32, stack=STACK.fingerprint),
-        # One that was kept for its failure alone counts as well.
-        make_trace(33, stack=STACK.fingerprint, kept_for="failure", **failed),
-        make_trace(34, **failed),
-    ]
+
+    def failed(number: int, **changes: str) -> Trace:
+        asked = json.dumps([{"role": "user", "content": f"question {number}"}])
+        return make_trace(number, messages=asked, status=500, error="died", choices=[], **changes)
+
+    mine = {"stack": STACK.fingerprint}
+    # One that was kept for its failure alone counts as well.
+    served = [failed(29, **mine), failed(31, **mine), failed(33, kept_for="failure", **mine), failed(34)]
+    served.append(make_trace(32, **mine))
     TraceStore(tmp_path / "traces").append(served)
     assert remember_taken_back(tmp_path, STACK, since) == 2
     assert set(ids(tmp_path)) == {"r31", "r33"}
