@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strop.evals.failures import shown
 from strop.evals.faults import Said, faults
-from strop.evals.observation import Bench, Finding, Metric, Observation, Side
+from strop.evals.observation import Bench, EvalError, Finding, Metric, Observation, Side
 from strop.evals.replay import Kind, Request, Server, kind_of, rebuild
 from strop.evals.settings import EvalSettings
 from strop.serving.client import Endpoint, Outcome
@@ -238,9 +238,14 @@ class Regressions(BaseModel):
     async def observe(self, bench: Bench) -> AsyncIterator[Observation | Finding]:
         """Ask both Stacks every kept case; one that only the candidate fails is a Finding.
 
-        Requests of `bench.traces` that failed are kept first.
+        Requests of `bench.traces` that failed are kept first. Raises EvalError if they cannot be.
         """
-        remember(strop_home(), cases_of_traces(bench.traces))
+        try:
+            remember(strop_home(), cases_of_traces(bench.traces))
+        except OSError as error:
+            raise EvalError(
+                f"Requests that failed cannot be kept in {strop_home() / REGRESSIONS}: {error}"
+            ) from None
         cases = [c for c in kept_cases(strop_home())[: self.max_cases] if c.id not in bench.done]
         for start in range(0, len(cases), self.concurrency):
             part = cases[start : start + self.concurrency]
@@ -264,11 +269,18 @@ class Regressions(BaseModel):
 
     async def _fails(self, bench: Bench, side: Side, case: Case) -> tuple[str | None, Outcome]:
         """How a Stack fails a case now, in words, and its answer."""
-        server = Server(side.url, side.model)
-        answer = await server.answer(bench.client, case.request, self.request_timeout_s)
-        if answer.error is None and case.kind == "race":
-            again = await server.answer(bench.client, case.request, self.request_timeout_s)
-            if (again.token_ids, again.text) != (answer.token_ids, answer.text):
+        # Both runs of a race compute their prompts anew, as where it was found.
+        salts = (f"{case.id}-first", f"{case.id}-again") if case.kind == "race" else (None,)
+        url = (side.replicas or (side.url,))[0]
+        answer, *more = [
+            await Server(url if salt else side.url, side.model, salt).answer(
+                bench.client, case.request, self.request_timeout_s
+            )
+            for salt in salts
+        ]
+        for again in more:
+            both = answer.error is None and again.error is None
+            if both and (again.token_ids, again.text) != (answer.token_ids, answer.text):
                 return "the same request, asked twice, was answered differently", answer
         return failure_of(case, answer), answer
 

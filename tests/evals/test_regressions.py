@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strop.evals.observation import Bench, Finding, Observation, Side
+from strop.evals.observation import Bench, EvalError, Finding, Observation, Side
 from strop.evals.regressions import (
     SEVERITY,
     Case,
@@ -338,6 +338,13 @@ def test_failed_requests_of_the_traffic_are_kept_and_asked(
     heldout = (make_trace(1, status=500, error="died"), make_trace(2))
     observations, _ = asked_again(Answers(), Answers(), tmp_path, heldout=heldout)
     assert ids(strop_home) == ["r1"] and len(observations) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named(strop_home: Path, tmp_path: Path) -> None:
+    (strop_home / "traces").mkdir()
+    (strop_home / "traces" / "deletions.json").write_text("{")
+    with pytest.raises(EvalError, match=r"cannot be kept in .*regressions: .*deletions\.json is damaged"):
+        asked_again(Answers(), Answers(), tmp_path)
 
 
 def test_bounds_and_what_is_done(strop_home: Path, tmp_path: Path) -> None:
