@@ -12,7 +12,7 @@ the text: prompts with the same fixed pieces are of one template (`prompt_pieces
 differ from the template's previous prompt are the breakers. Nothing is compared with everything.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -167,7 +167,7 @@ def lint(prompts: Iterable[Prompt], block_tokens: int = 16) -> Lint:
     breakers = [
         cost.breaker(key[0], key[1])
         for key, cost in costs.items()
-        if cost.change.kind not in CONTENT or cost.wasted >= WORTH * total
+        if cost.kind not in CONTENT or cost.wasted >= WORTH * total
     ]
     return Lint(
         prompts=count,
@@ -244,17 +244,24 @@ class _Cost:
     wasted: int = 0
     request_id: str = ""
     examples: dict[str, None] = field(default_factory=dict)
+    kinds: Counter[Kind] = field(default_factory=Counter)
+
+    @property
+    def kind(self) -> Kind:
+        """What its values look like for the most part: a random id may happen to look like a time."""
+        return self.kinds.most_common(1)[0][0]
 
     def add(self, position: int, wasted: int, request_id: str, change: Change) -> None:
         self.positions.append(position)
         self.wasted += wasted
         self.request_id = request_id
+        self.kinds[change.kind] += 1
         if len(self.examples) < 3:
             self.examples[change.value] = None
 
     def breaker(self, tenant: str, model: str) -> Breaker:
         return Breaker(
-            kind=self.change.kind,
+            kind=self.kind,
             where=self.change.where,
             tenant=tenant,
             model=model,
@@ -264,7 +271,7 @@ class _Cost:
             requests=len(self.positions),
             wasted_tokens=self.wasted,
             request_id=self.request_id,
-            fix=FIXES[self.change.kind],
+            fix=FIXES[self.kind],
         )
 
 
@@ -310,7 +317,7 @@ def _add_costs(
                 did_share = max(position, int(hits[number]))
                 lost = (could_share // block_tokens - did_share // block_tokens) * block_tokens
                 if lost > 0:
-                    key = (*whose, str(template), change.where, change.kind, change.context)
+                    key = (*whose, str(template), change.where, change.context)
                     costs.setdefault(key, _Cost(change)).add(position, lost, prompt.request_id, change)
                     worst = max(worst, lost)
         wasted += worst

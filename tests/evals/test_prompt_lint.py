@@ -395,7 +395,7 @@ def big(count: int, length: int) -> list[Prompt]:
         system = f"Now it is {START + timedelta(seconds=n)}.\n{filler}\nTrace {_hex(n)}.\n{RULES}"
         text = (system + question(n)).encode()
         text += b" " * (-len(text) % 4)
-        ids = np.frombuffer(text, dtype="<i4") & 0x7FFF
+        ids = (np.frombuffer(text, dtype="<u4") * np.uint32(2654435761)) >> 15
         prompts.append(replace(asked(n, system, [question(n)]), token_ids=ids.astype(np.int32)))
     return prompts
 
@@ -408,3 +408,7 @@ def test_thousands_of_long_prompts_take_seconds() -> None:
     found: Lint = lint(prompts, 16)
     assert time.process_time() - started < 6
     assert {b.kind for b in found.breakers} == {"time", "id"}
+    assert (
+        found.breakers[0].wasted_tokens == pytest.approx(999 * 4 * len(RULES), rel=1)
+        and found.breakers[0].kind == "time"
+    )
