@@ -97,7 +97,7 @@ def _show(found: "Lint", price: float | None) -> None:
 
 
 def _cells(breaker: "Breaker", found: "Lint", price: float | None) -> list[str]:
-    examples = ", ".join(breaker.examples)
+    examples = "; ".join(breaker.examples)
     cells = [
         f"{breaker.kind}\n{breaker.where}\n{breaker.tenant}, {breaker.model}",
         f"{breaker.excerpt}\ne.g. {examples}\nin request {breaker.request_id}",
