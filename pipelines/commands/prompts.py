@@ -28,7 +28,10 @@ def lint(
     newest: Annotated[int, typer.Option(min=2, help="Look at so many requests, the newest.")] = 20_000,
     block: Annotated[
         int,
-        typer.Option(min=1, help="Tokens in a block of the prefix cache: vLLM has 16 on GPUs, 128 on CPUs."),
+        typer.Option(
+            min=1,
+            help="Tokens in a block of the prefix cache: 16 on GPUs, 32 on CPUs unless the Stack says otherwise.",
+        ),
     ] = 16,
     price: Annotated[
         float | None, typer.Option("--price-per-million", min=0, help="Price of a million prompt tokens.")
