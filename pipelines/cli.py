@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from strop.pipelines.commands import fleet, loop, replay, serve, stack, traces
+from strop.pipelines.commands import fleet, loop, prompts, replay, serve, stack, traces
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +21,7 @@ app.add_typer(loop.app, name="loop")
 app.add_typer(traces.app, name="traces")
 app.add_typer(stack.app, name="stack")
 app.add_typer(fleet.app, name="fleet")
+app.add_typer(prompts.app, name="prompts")
 app.command()(serve.serve)
 app.command()(fleet.top)
 app.command()(replay.replay)
