@@ -99,3 +99,54 @@ def _standard_error(per_session_SP: Floats, weights_BS: NDArray[Any], totals_BP:
     share_BSP = per_session_SP[None] / totals_BP[:, None, :]
     influence_BS = (share_BSP[..., 0] - share_BSP[..., 1]) - (share_BSP[..., 2] - share_BSP[..., 3])
     return np.sqrt(count / (count - 1) * (weights_BS * influence_BS**2).sum(axis=1))
+
+
+def paired_quantile_ratio(
+    champion: ArrayLike,
+    candidate: ArrayLike,
+    sessions: ArrayLike,
+    quantile: float,
+    samples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Ratio:
+    """Ratio of a quantile of the candidate's values to that of the champion's [one entry a request].
+
+    The interval is the percentile bootstrap over whole sessions (Efron and Tibshirani 1993, chapter 13),
+    both Stacks' values of a request together. A quantile is the smallest value with at least that share
+    of the values at or below it. An interval of a tail says something only if there is a tail.
+
+    Raises ValueError for fewer than two sessions, fewer than `TAIL` values on either side of the
+    quantile, or values that are not positive and finite.
+    """
+    if not 0 < quantile < 1:
+        raise ValueError(f"A quantile lies between 0 and 1, got {quantile}.")
+    labels, cluster = np.unique(np.asarray(sessions), return_inverse=True)
+    sides = [np.asarray(side, float) for side in (candidate, champion)]
+    if len(labels) < 2:
+        raise ValueError(f"An interval needs at least 2 sessions, got {len(labels)}. Collect more traffic.")
+    needed = int(np.ceil(TAIL / min(quantile, 1 - quantile) - 1e-9))
+    if len(cluster) < needed:
+        raise ValueError(f"p{100 * quantile:g} needs at least {needed} requests, got {len(cluster)}.")
+    if not all(np.isfinite(side).all() and (side > 0).all() for side in sides):
+        raise ValueError("The values of a ratio must be positive and finite.")
+    count = len(labels)
+    weights_BS = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=samples)
+    once_1S = np.ones((1, count), dtype=weights_BS.dtype)
+    here, there = (_quantile(side, cluster, np.vstack([once_1S, weights_BS]), quantile) for side in sides)
+    ratios = here / there
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(ratios[1:], [tail, 1 - tail])
+    return Ratio(float(ratios[0]), float(min(low, ratios[0])), float(max(high, ratios[0])))
+
+
+TAIL = 5
+"""Values that must be expected beyond a quantile before it gets an interval: 100 requests for a p95."""
+
+
+def _quantile(values: Floats, cluster: NDArray[Any], weights_BS: NDArray[Any], quantile: float) -> Floats:
+    """Quantile [B] of the values [N], each as often as its session was drawn."""
+    order = np.argsort(values, kind="stable")
+    cumulative_BN = np.cumsum(weights_BS[:, cluster[order]], axis=1)
+    reached_BN = cumulative_BN >= quantile * cumulative_BN[:, -1:] * (1 - 1e-12)
+    return values[order][reached_BN.argmax(axis=1)]

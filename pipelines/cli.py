@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from strop.pipelines.commands import fleet, loop, replay, serve, stack, traces
+from strop.pipelines.commands import cost, fleet, loop, replay, serve, stack, traces
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +24,7 @@ app.add_typer(fleet.app, name="fleet")
 app.command()(serve.serve)
 app.command()(fleet.top)
 app.command()(replay.replay)
+app.command()(cost.cost)
 app.command()(loop.promote)
 app.command()(loop.rollback)
 
