@@ -105,20 +105,26 @@ def by_hour(attempts: Iterable[Attempt], start_us: int, end_us: int) -> dict[int
     A request counts where it began, and is under way in every hour that it touches.
     """
     known = sorted(attempts, key=lambda one: one.started_us)
-    hours = {
-        hour: Usage(length_us=min(hour + HOUR_US, end_us) - max(hour, start_us))
+    lengths_us = {
+        hour: min(hour + HOUR_US, end_us) - max(hour, start_us)
         for hour in range(start_us - start_us % HOUR_US, end_us, HOUR_US)
     }
+    counts = {hour: [0, 0, 0, 0] for hour in lengths_us}
+    busy_us, under_way_us = dict.fromkeys(lengths_us, 0), dict.fromkeys(lengths_us, 0)
     for one in known:
         if start_us <= one.started_us < end_us:
-            counted = Usage(0, 1, one.input_tokens, one.cached_tokens, one.output_tokens)
-            hours[one.started_us - one.started_us % HOUR_US] += counted
+            count = counts[one.started_us - one.started_us % HOUR_US]
+            of_one = (1, one.input_tokens, one.cached_tokens, one.output_tokens)
+            count[:] = map(sum, zip(count, of_one, strict=True))
         for hour, length_us in _hours_of(one.started_us, one.ended_us, start_us, end_us):
-            hours[hour] += Usage(under_way_us=length_us)
+            under_way_us[hour] += length_us
     for begin, end in _merged((one.started_us, one.ended_us) for one in known):
         for hour, length_us in _hours_of(begin, end, start_us, end_us):
-            hours[hour] += Usage(busy_us=length_us)
-    return hours
+            busy_us[hour] += length_us
+    return {
+        hour: Usage(length_us, *counts[hour], busy_us[hour], under_way_us[hour])
+        for hour, length_us in lengths_us.items()
+    }
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

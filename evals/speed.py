@@ -21,7 +21,7 @@ from strop.evals import metrics
 from strop.evals.observation import ARMS, Arm, Bench, EvalError, Finding, Metric, Observation, Side
 from strop.evals.replay import Request, Server, select
 from strop.evals.settings import EvalSettings
-from strop.evals.speed_load import Asked, as_they_arrive, over_and_over, steadily, window
+from strop.evals.speed_load import Asked, as_they_arrive, over_and_over, salt_for, steadily, window
 from strop.serving.arrivals import ArrivalsError, load_arrivals
 from strop.serving.client import Outcome
 from strop.serving.settings import Section
@@ -259,7 +259,7 @@ class _Run:
         return self.bench.sides if number % 2 == 0 else (self.bench.candidate, self.bench.reference)
 
     async def _ask(self, side: Side, request: Request, salt: str) -> Outcome:
-        server = Server(side.url, side.model, salt)
+        server = Server(side.url, side.model, salt_for(side, salt))
         return await server.answer(self.bench.client, request, self.part.request_timeout_s)
 
     def _compare(

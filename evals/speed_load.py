@@ -24,12 +24,17 @@ class Asked:
     salt: str
     """What the server cached under another salt does not count for this one."""
 
-    def session(self, model: str) -> Session:
+    def session(self, side: Side) -> Session:
         """A session of its own, so that nothing of it waits for an earlier turn: the turns are recorded."""
-        body = {**self.request.body, "model": model, "cache_salt": self.salt}
+        body = {**self.request.body, "model": side.model, "cache_salt": salt_for(side, self.salt)}
         messages = tuple(body.pop("messages", ()))
         turn = Turn(self.request.kind, messages, body, self.request.endpoint, continues=False)
         return Session(self.id, (turn,))
+
+
+def salt_for(side: Side, salt: str) -> str:
+    """Both Stacks may be one server, compared with itself: neither finds what the other left."""
+    return f"{salt}-{side.arm}"
 
 
 def over_and_over(requests: Sequence[Request], name: str, salt: str) -> Iterator[Asked]:
@@ -75,7 +80,7 @@ async def steadily(
     playing = asyncio.create_task(
         replay(
             side.url,
-            (one.session(side.model) for one in asked),
+            (one.session(side) for one in asked),
             concurrency=concurrency,
             on_start=on_start,
             on_outcome=on_outcome,
@@ -101,7 +106,7 @@ async def as_they_arrive(
     """Send each request at its time in seconds, however many are under way; outcomes by id."""
     outcomes = await replay(
         side.url,
-        [one.session(side.model) for one in asked],
+        [one.session(side) for one in asked],
         arrivals=times_s,
         timeout_s=timeout_s,
         tenant=PROBE_TENANT,

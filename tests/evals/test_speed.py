@@ -160,7 +160,7 @@ def test_times_of_requests_asked_alone_come_out_as_planted(traces: list[Trace]) 
     assert means(observations, "inter_token_s") == pytest.approx((0.01, 0.02), abs=0.004)
     assert means(observations, "e2e_s") == pytest.approx((0.10, 0.11), abs=0.02)
     assert means(observations, "warm_ttft_s") == pytest.approx((0.02, 0.03), abs=0.015)
-    assert means(observations, "warm_cached_share") == (0.8, 0.8)
+    assert means(observations, "warm_cached_share") == pytest.approx((0.8, 0.8))
     assert means(observations, "loaded_server_s", "c1") == means(observations, "e2e_s")
     assert means(observations, "error") == (0.0, 0.0)
     measured = {o.request_id for o in observations if o.metric == "ttft_s"}
