@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats.mstats import hdquantiles
 
 from strop.evals.statistics import Ratio, paired_quantile_ratio
 
@@ -14,28 +15,28 @@ latencies = st.lists(st.floats(1e-3, 1e3), min_size=10, max_size=40)
 def test_the_interval_covers_the_truth_as_often_as_it_says(
     sessions: int, turns: int, quantile: float
 ) -> None:
-    """Lognormal latencies, dependent within a session, 20 % faster with noise of the pair's own."""
+    """Lognormal latencies, dependent within a session, 20 % faster with noise of each Stack's own."""
     rng = np.random.default_rng(sessions)
     labels = np.repeat(np.arange(sessions), turns)
     hits, runs = 0, 1000
     for run in range(runs):
         base = np.exp(rng.normal(0, 0.4, sessions))[labels] * np.exp(rng.normal(0, 0.3, len(labels)))
-        champion = base * np.exp(rng.normal(0, 0.05, len(labels)))
-        candidate = 0.8 * base * np.exp(rng.normal(0, 0.05, len(labels)))
+        champion = base * np.exp(rng.normal(0, 0.2, len(labels)))
+        candidate = 0.8 * base * np.exp(rng.normal(0, 0.2, len(labels)))
         found = paired_quantile_ratio(champion, candidate, labels, quantile, samples=300, seed=run)
         hits += found.low <= 0.8 <= found.high
     assert 0.93 <= hits / runs <= 0.97
 
 
 @given(latencies, st.sampled_from([0.5, 0.3, 0.7]))
-def test_the_quantile_is_of_the_data_and_equal_data_have_ratio_one(
+def test_the_quantile_is_harrell_and_davis_and_equal_data_have_ratio_one(
     values: list[float], quantile: float
 ) -> None:
     many = values * 2
     assert paired_quantile_ratio(many, many, range(len(many)), quantile, samples=200) == Ratio(1, 1, 1)
     fives = np.full(len(many), 5.0)
     found = paired_quantile_ratio(fives, many, range(len(many)), quantile, samples=200)
-    assert 5 * found.ratio == pytest.approx(np.quantile(many, quantile, method="inverted_cdf"))
+    assert 5 * found.ratio == pytest.approx(float(hdquantiles(many, [quantile])[0]), rel=1e-3)
     assert found.low <= found.ratio <= found.high
 
 
