@@ -60,11 +60,13 @@ async def steadily(
     counted: dict[str, Outcome | None] = {}
     over = asyncio.Event()
 
+    def late() -> bool:
+        return time.monotonic() - started >= seconds or len(counted) >= _MOST
+
     def on_start(session: Session, turn: int) -> None:
         nonlocal sent
         sent += 1
-        in_time = time.monotonic() - started < seconds or len(counted) < concurrency
-        if sent > concurrency and in_time:
+        if sent > concurrency and (not late() or len(counted) < concurrency):
             counted[session.id] = None
 
     def on_outcome(session: Session, turn: int, outcome: Outcome) -> None:
@@ -72,9 +74,8 @@ async def steadily(
         if session.id in counted:
             counted[session.id] = outcome
         failed_in_a_row = failed_in_a_row + 1 if outcome.error else 0
-        late = time.monotonic() - started >= seconds
-        enough = len(counted) >= concurrency and None not in counted.values()
-        if failed_in_a_row >= concurrency + 3 or (late and enough):
+        gone = failed_in_a_row >= concurrency + 3
+        if gone or (late() and len(counted) >= concurrency and None not in counted.values()):
             over.set()
 
     playing = asyncio.create_task(
@@ -98,6 +99,10 @@ async def steadily(
         waiting.cancel()
         await asyncio.gather(playing, waiting, return_exceptions=True)
     return {id_: outcome for id_, outcome in counted.items() if outcome is not None}
+
+
+_MOST = 5000
+"""Requests that are counted in a round: a server that turns them away at once is asked very fast."""
 
 
 async def as_they_arrive(
