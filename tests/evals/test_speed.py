@@ -154,7 +154,7 @@ def test_it_is_a_part() -> None:
 def test_times_of_requests_asked_alone_come_out_as_planted(traces: list[Trace]) -> None:
     reference, candidate = FakeServer(0.06, 0.02, 0.01), FakeServer(0.03, 0.03, 0.02)
     part = Speed(seconds=60, concurrency=(1,), warmup_requests=2)
-    observations, findings = observe(reference, candidate, part, traces)
+    observations, findings = observe(reference, candidate, part, traces[:12])
     assert not findings
     assert means(observations, "ttft_s") == pytest.approx((0.06, 0.03), abs=0.015)
     assert means(observations, "inter_token_s") == pytest.approx((0.01, 0.02), abs=0.004)
@@ -164,10 +164,10 @@ def test_times_of_requests_asked_alone_come_out_as_planted(traces: list[Trace]) 
     assert means(observations, "loaded_server_s", "c1") == means(observations, "e2e_s")
     assert means(observations, "error") == (0.0, 0.0)
     measured = {o.request_id for o in observations if o.metric == "ttft_s"}
-    assert measured == {f"alone/r{number}" for number in range(20)}
+    assert measured == {f"alone/r{number}" for number in range(12)}
     # Each is asked cold, then again with one token; the warm-up is not among the measured.
     limits = Counter(body["max_tokens"] for _, body in reference.asked)
-    assert limits == {64: 20, 1: 20, 32: 2}
+    assert limits == {64: 12, 1: 12, 32: 2}
 
 
 def test_who_goes_first_changes(traces: list[Trace]) -> None:
@@ -227,7 +227,7 @@ def test_arrivals_are_those_of_the_trace_at_a_share_of_what_the_reference_can_do
     lines = [{"timestamp": at, "input_length": 1, "output_length": 1, "hash_ids": []} for at in at_ms]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     reference, candidate = FakeServer(slots=4), FakeServer(slots=4, first_s=0.04)
-    part = Speed(seconds=6, concurrency=(4,), arrivals=(path,), load=0.5, warmup_requests=0)
+    part = Speed(seconds=4, concurrency=(4,), arrivals=(path,), load=0.5, warmup_requests=0)
     observations, _ = observe(reference, candidate, part, traces)
     arrived = [(at, b) for at, b in reference.asked if "bursts-0" in b["cache_salt"]]
     same = [b for _, b in candidate.asked if "bursts-0" in b["cache_salt"]]
