@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -64,7 +64,7 @@ class Speed(Section):
 
     seconds: float = Field(default=600, gt=0)
     """Time for all of it and both Stacks, divided over what is asked; a request under way is waited for."""
-    concurrency: tuple[int, ...] = Field(default=(1, 2, 4, 8, 16), min_length=1)
+    concurrency: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 2, 4, 8, 16), min_length=1)
     """Requests at once, level by level; 1 is what the requests asked alone give."""
     arrivals: tuple[Path, ...] = ()
     """Recorded traces (`*.jsonl` of Mooncake, `*.csv` of Azure, plain or `.gz`) whose arrival times are played."""
@@ -87,8 +87,8 @@ class Speed(Section):
     async def observe(self, bench: Bench) -> AsyncIterator[Observation | Finding]:
         """Ask both servers in turns until the time is over.
 
-        Observations of the ladder have the level as slice (`c1`, `c4`), those of arrivals the trace,
-        those asked alone the kind of traffic. Raises EvalError if there is nothing to ask or a trace of
+        Observations under load have the level as slice (`c1`, `c4`; `all` is over all levels), those of
+        arrivals the trace, those asked alone the kind of traffic. Raises EvalError if there is nothing to ask or a trace of
         arrivals cannot be read.
         """
         choice = EvalSettings(

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from strop.evals.observation import Bench, EvalError, Finding, Observation, Part, Side
 from strop.evals.replay import Request
@@ -148,6 +149,8 @@ def means(observations: Sequence[Observation], metric: str, slice_: str = "all")
 def test_it_is_a_part() -> None:
     part: Part = Speed(seconds=1)
     names = [metric.name for metric in part.metrics]
+    with pytest.raises(ValidationError):
+        Speed(concurrency=(0, 1))
     assert len(set(names)) == len(names) and {"ttft_s", "loaded_server_s", "error"} <= set(names)
 
 
