@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ from strop.serving.settings import Section
 
 Pair = dict[Arm, Outcome]
 
-_TIMES = {
+_TIMES: dict[str, tuple[str, Literal["ratio", "difference"], str]] = {
     "ttft_s": ("s", "ratio", "time to the first token"),
     "inter_token_s": ("s/token", "ratio", "time per output token after the first, mean of a request"),
     "stall_s": ("s", "ratio", "longest pause within an answer"),
@@ -46,7 +46,7 @@ def _metrics() -> Iterator[Metric]:
     for way, (how, names) in _WAYS.items():
         for name in names:
             unit, compare, words = _TIMES[name]
-            yield Metric(way + name, unit, "lower", compare, f"{words}, {how}")  # type: ignore[arg-type]
+            yield Metric(way + name, unit, "lower", compare, f"{words}, {how}")
         if way:
             words = f"share of requests answered within the latency objective, {how}"
             yield Metric(f"{way}in_time", "", "higher", "difference", words)
@@ -59,9 +59,9 @@ def _metrics() -> Iterator[Metric]:
 
 
 class Speed(Section):
-    name: ClassVar[str] = "speed"
-    metrics: ClassVar[Sequence[Metric]] = tuple(_metrics())
+    metrics: ClassVar[tuple[Metric, ...]] = tuple(_metrics())
 
+    name: Literal["speed"] = "speed"
     seconds: float = Field(default=600, gt=0)
     """Time for all of it and both Stacks, divided over what is asked; a request under way is waited for."""
     concurrency: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 2, 4, 8, 16), min_length=1)

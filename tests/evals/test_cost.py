@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from strop.evals.cost import (
     HOUR_US,
     Attempt,
-    Payback,
     Usage,
     answered_well,
     attempt,
@@ -115,7 +115,7 @@ def test_failed_and_repeated_attempts_are_paid_for() -> None:
 
 def test_hours_of_the_day_and_the_break_even_by_hand() -> None:
     """Two days: noon is busy on both, three o'clock on one of them."""
-    large = {"input_tokens": 100_000, "output_tokens": 10_000}
+    large: dict[str, Any] = {"input_tokens": 100_000, "output_tokens": 10_000}
     many = [at(number / 10, 0.1, task=str(number), **large) for number in range(400)]
     next_day = [at(24 * 60 + number / 10, 0.1, **large) for number in range(200)]
     few = [at(185, **large)]
@@ -139,7 +139,8 @@ def test_hours_of_the_day_and_the_break_even_by_hand() -> None:
 
 def test_a_promotion_pays_back_by_hand() -> None:
     """Half an hour of one machine, against 0.1 s of both at 4,500 requests a day: a quarter of an hour."""
-    assert payback(1800, 0.1, 4500, PRICES) == Payback(3.0, pytest.approx(1.5), pytest.approx(2.0))
+    paid = payback(1800, 0.1, 4500, PRICES)
+    assert (paid.cost, paid.saved_per_day, paid.days) == (3.0, pytest.approx(1.5), pytest.approx(2.0))
     assert payback(1800, 0.0, 4500, PRICES).days is None
     assert payback(1800, -1.0, 4500, PRICES).days is None
     assert payback(1800, 0.1, 0, PRICES).days is None

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from strop.evals.observation import Bench, EvalError, Finding, Observation, Part, Side
+from strop.evals.observation import Arm, Bench, EvalError, Finding, Observation, Side
 from strop.evals.replay import Request
 from strop.evals.speed import Speed
 from strop.evals.speed_load import over_and_over, steadily, window
@@ -78,7 +78,7 @@ class FakeServer:
             reason = "stop" if number == tokens - 1 else None
             choice = {"delta": {"content": "x"}, "token_ids": [number], "finish_reason": reason}
             await _event(response, choices=[choice])
-        usage = {"prompt_tokens": 10, "completion_tokens": tokens}
+        usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": tokens}
         usage["prompt_tokens_details"] = {"cached_tokens": 8 if warm else 0}
         await _event(response, choices=[], usage=usage, metrics={"queue_time_ms": queue_ms})
         await response.write(b"data: [DONE]\n\n")
@@ -141,13 +141,14 @@ def means(observations: Sequence[Observation], metric: str, slice_: str = "all")
     found = [o for o in observations if o.metric == metric and slice_ in ("all", *o.slices)]
     assert found, f"no observation of {metric} in {slice_}"
     return (
-        float(np.mean([o.reference for o in found])),
+        float(np.mean([o.reference or () for o in found])),
         float(np.mean([o.candidate for o in found])),
     )
 
 
 def test_it_is_a_part() -> None:
-    part: Part = Speed(seconds=1)
+    part = Speed(seconds=1)
+    assert part.name == "speed"
     names = [metric.name for metric in part.metrics]
     with pytest.raises(ValidationError):
         Speed(concurrency=(0, 1))
@@ -188,7 +189,8 @@ def test_knee_throughput_and_goodput_come_out_as_planted(traces: list[Trace]) ->
     curves = load_curves(observations, samples=400)
     assert (curves["reference"].knee, curves["candidate"].knee) == (4, 2)
     assert curves["reference"].knee_low <= 4 <= curves["reference"].knee_high
-    for arm, slots in (("reference", 4), ("candidate", 2)):
+    planted_slots: dict[Arm, int] = {"reference": 4, "candidate": 2}
+    for arm, slots in planted_slots.items():
         for level in curves[arm].levels:
             planted = min(level.concurrency, slots) / 0.036
             assert level.requests_per_s == pytest.approx(planted, rel=0.25)
