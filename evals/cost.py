@@ -121,10 +121,11 @@ def by_hour(attempts: Iterable[Attempt], start_us: int, end_us: int) -> dict[int
     for begin, end in _merged((one.started_us, one.ended_us) for one in known):
         for hour, length_us in _hours_of(begin, end, start_us, end_us):
             busy_us[hour] += length_us
-    return {
-        hour: Usage(length_us, *counts[hour], busy_us[hour], under_way_us[hour])
-        for hour, length_us in lengths_us.items()
-    }
+    found = {}
+    for hour, length_us in lengths_us.items():
+        requests, inputs, cached, outputs = counts[hour]
+        found[hour] = Usage(length_us, requests, inputs, cached, outputs, busy_us[hour], under_way_us[hour])
+    return found
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -270,14 +270,14 @@ class _Run:
             yield self._observation("error", asked, slices, {a: float(bool(pair[a].error)) for a in ARMS})
             yield from self._findings(asked, pair, way)
         if way:
-            in_time = {arm: float(self._in_time(pair[arm])) for arm in ARMS}
+            in_time: dict[Arm, float] = {arm: float(self._in_time(pair[arm])) for arm in ARMS}
             yield self._observation(f"{way}in_time", asked, slices, in_time)
         if _failed(pair):
             return
         for name in _WAYS[way][1]:
             yield from self._both(way + name, asked, slices, {a: _VALUES[name](pair[a]) for a in ARMS})
         if concurrency is not None:
-            server_s = {arm: pair[arm].e2e_s / concurrency for arm in ARMS}
+            server_s: dict[Arm, float] = {arm: pair[arm].e2e_s / concurrency for arm in ARMS}
             yield self._observation("loaded_server_s", asked, slices, server_s)
 
     def _warm(self, asked: Asked, pair: Pair) -> Iterator[Observation]:
@@ -291,7 +291,7 @@ class _Run:
         self, metric: str, asked: Asked, slices: tuple[str, ...], values: dict[Arm, float | None]
     ) -> Iterator[Observation]:
         """Nothing where one of the answers does not show the metric."""
-        shown = {arm: value for arm, value in values.items() if value is not None}
+        shown: dict[Arm, float] = {arm: value for arm, value in values.items() if value is not None}
         if len(shown) == len(ARMS):
             yield self._observation(metric, asked, slices, shown)
 
@@ -303,7 +303,8 @@ class _Run:
 
     def _findings(self, asked: Asked, pair: Pair, way: str) -> Iterator[Finding]:
         for side in self.bench.sides:
-            error, key = pair[side.arm].error, (way, side.arm)
+            error = pair[side.arm].error
+            key: tuple[str, Arm] = (way, side.arm)
             if error is None or self.shown.get(key, 0) >= _FINDINGS:
                 continue
             self.shown[key] = self.shown.get(key, 0) + 1

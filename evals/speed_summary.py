@@ -23,14 +23,14 @@ class Summed:
     """`mean`, `p50`, `p95`, `p99`, in the metric's unit."""
     candidate: dict[str, float]
     ratios: dict[str, Ratio]
-    """Candidate over reference; what there are too few requests or sessions for is not in it."""
+    """Candidate over reference where that is what counts; what there is too little data for is not in it."""
 
 
 def quantiles(
     observations: Iterable[Observation], metrics: Sequence[Metric], samples: int = 2000, seed: int = 0
 ) -> tuple[Summed, ...]:
     """Mean and quantiles of every time that is compared as a ratio or in seconds, by slice, `all` first."""
-    wanted = {metric.name for metric in metrics if metric.unit}
+    wanted = {metric.name: metric.compare == "ratio" for metric in metrics if metric.unit}
     groups: dict[tuple[str, str], list[Observation]] = {}
     for one in observations:
         if one.metric in wanted and one.reference is not None:
@@ -38,10 +38,21 @@ def quantiles(
                 groups.setdefault((one.metric, slice_), []).append(one)
     order = [metric.name for metric in metrics]
     ordered = sorted(groups.items(), key=lambda group: (order.index(group[0][0]), group[0][1] != "all"))
-    return tuple(_summed(metric, name, group, samples, seed) for (metric, name), group in ordered)
+    found = []
+    for (metric, name), group in ordered:
+        enough = len({one.session for one in group}) >= _SESSIONS
+        ratios = _ratios(group, samples, seed) if enough and wanted[metric] else {}
+        candidate = [float(np.mean(one.candidate)) for one in group]
+        reference = [float(np.mean(one.reference or ())) for one in group]
+        found.append(Summed(metric, name, len(group), _of(reference), _of(candidate), ratios))
+    return tuple(found)
 
 
-def _summed(metric: str, name: str, group: Sequence[Observation], samples: int, seed: int) -> Summed:
+_SESSIONS = 5
+"""With fewer, resampling sessions says nothing of how much they differ."""
+
+
+def _ratios(group: Sequence[Observation], samples: int, seed: int) -> dict[str, Ratio]:
     candidate = [float(np.mean(one.candidate)) for one in group]
     reference = [float(np.mean(one.reference or ())) for one in group]
     sessions = [one.session for one in group]
@@ -57,7 +68,7 @@ def _summed(metric: str, name: str, group: Sequence[Observation], samples: int, 
                 )
         except ValueError:
             continue
-    return Summed(metric, name, len(group), _of(reference), _of(candidate), ratios)
+    return ratios
 
 
 def _of(values: Sequence[float]) -> dict[str, float]:

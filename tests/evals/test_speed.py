@@ -333,3 +333,4 @@ def test_quantiles_by_hand() -> None:
     assert set(every.ratios) == {"mean", "p50", "p95"}, "100 requests say nothing of a p99"
     assert all(ratio.ratio == pytest.approx(0.5) for ratio in every.ratios.values())
     assert load_curves(observations) == {}
+    assert quantiles(observations[:4], metrics)[0].ratios == {}, "four sessions say nothing of an interval"
