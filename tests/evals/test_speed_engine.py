@@ -67,7 +67,7 @@ def test_an_engine_is_as_fast_as_itself(
     assert table["inter_token_s", "all"].requests >= 8
     assert table["inter_token_s", "all"].ratios["mean"].ratio == pytest.approx(1, abs=0.4)
     assert table["loaded_queue_s", "c4"].candidate["mean"] > table["loaded_queue_s", "c1"].candidate["p50"]
-    # The cache keeps whole blocks, of 128 tokens on CPUs.
+    # The cache keeps whole blocks only.
     assert min(one.candidate[0] for one in observations if one.metric == "warm_cached_share") > 0.4
     curves = load_curves(observations, samples=200)
     assert [level.concurrency for level in curves["candidate"].levels] == [1, 4]
