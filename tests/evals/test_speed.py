@@ -29,6 +29,9 @@ from strop.serving.traces import Trace
 
 TOKENS = 5
 
+alone = pytest.mark.slow
+"""For what compares measured times with planted ones: fast tests run side by side and disturb the clock."""
+
 
 @dataclass
 class FakeServer:
@@ -155,6 +158,7 @@ def test_it_is_a_part() -> None:
     assert len(set(names)) == len(names) and {"ttft_s", "loaded_server_s", "error"} <= set(names)
 
 
+@alone
 def test_times_of_requests_asked_alone_come_out_as_planted(traces: list[Trace]) -> None:
     reference, candidate = FakeServer(0.06, 0.02, 0.01), FakeServer(0.03, 0.03, 0.02)
     part = Speed(seconds=60, concurrency=(1,), warmup_requests=2)
@@ -181,6 +185,7 @@ def test_who_goes_first_changes(traces: list[Trace]) -> None:
     assert firsts == [True, True, False, False] * 10
 
 
+@alone
 def test_knee_throughput_and_goodput_come_out_as_planted(traces: list[Trace]) -> None:
     """Four and two slots of 36 ms: beyond them requests wait, and miss an objective of 50 ms."""
     reference, candidate = FakeServer(slots=4), FakeServer(slots=2)
@@ -224,6 +229,7 @@ def test_requests_that_start_or_end_a_round_are_not_counted(traces: list[Trace])
     assert max(salts.values()) == 3, "each time round is cold"
 
 
+@alone
 def test_arrivals_are_those_of_the_trace_at_a_share_of_what_the_reference_can_do(
     traces: list[Trace], tmp_path: Path
 ) -> None:
