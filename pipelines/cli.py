@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from strop.pipelines.commands import fleet, loop, prompts, replay, serve, stack, traces
+from strop.pipelines.commands import cost, fleet, loop, prompts, replay, serve, stack, traces
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +25,7 @@ app.add_typer(prompts.app, name="prompts")
 app.command()(serve.serve)
 app.command()(fleet.top)
 app.command()(replay.replay)
+app.command()(cost.cost)
 app.command()(loop.promote)
 app.command()(loop.rollback)
 
