@@ -64,6 +64,15 @@ def evaluate(
         raise EvalError(f"Another evaluation is at work in {folder}. Wait for it.") from None
 
 
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Whether every part of the plan has been asked in `folder`. Raises EvalError for a broken journal."""
+    if not (folder / "journal.jsonl").is_file():
+        return False
+    recorded = Journal(folder / "journal.jsonl").parts()
+    runs = [_of(recorded, planned).run for planned in plan.parts]
+    return all(run is not None and not run.problem for run in runs)
+
+
 def _evaluate(
     reference: Side,
     candidate: Side,

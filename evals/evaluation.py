@@ -112,6 +112,10 @@ class Evaluation(_Frozen):
     def passed(self) -> bool:
         return self.verdict == "passed"
 
+    def __repr__(self) -> str:
+        """What pytest shows of a failed assertion."""
+        return f"<Evaluation {self.id}: {self.summary}>"
+
     def __bool__(self) -> bool:
         """So that `assert strop_eval(url)` says what it seems to say."""
         return self.passed

@@ -22,7 +22,7 @@ def summarise(
     required = [gate for gate in gates if gate.required]
     failed = [gate for gate in gates if gate.answer == "failed"]
     open_ = [gate for gate in required if gate.answer == "not enough data"]
-    watched = [gate for gate in gates if not gate.required]
+    watched = [gate for gate in gates if not gate.required and gate.figure]
     said: list[str] = []
     if answer == "passed":
         said.append(f"Passed: {_all_of(len(required))} shown to hold.")
@@ -37,7 +37,7 @@ def summarise(
     else:
         said.append("Not enough data: the suite has no gate that must hold.")
     if watched and answer != "failed":
-        said.append(f"No harm was found in {len(watched)} looks at single slices.")
+        said.append(f"No harm was found in {len(watched)} further looks, at single slices and rare faults.")
     said += [f"{part.name} could not say all: {part.problem}" for part in parts if part.problem]
     if answer == "not enough data" and open_:
         said.append("More traffic, or a suite that asks for more requests, narrows the intervals.")

@@ -72,37 +72,44 @@ def heldout(wanted: str | None, settings: Settings, home: Path) -> list[Trace]:
     return sorted(kept, key=lambda trace: trace.started_at)[-MAX_TRACES:]
 
 
+def find(
+    names: tuple[str, str], manifests: Sequence[Path], settings: Settings, home: Path
+) -> tuple[Side | Stack, Side | Stack]:
+    """Both sides by name: what answers at an address already, or the Stack to be served.
+
+    `manifests` are those of the addresses, in their order. Raises EvalError, StackError or RegistryError.
+    """
+    if len(manifests) > sum(map(is_url, names)):
+        raise EvalError("There are more manifests than addresses: give --stack only for what has an address.")
+    left = list(manifests)
+    reference, candidate = (
+        side_at(arm, name, left.pop(0) if left else None)
+        if is_url(name)
+        else find_stack(name, settings, home)
+        for arm, name in zip(ARMS, names, strict=True)
+    )
+    return reference, candidate
+
+
 @contextmanager
 def served(
-    names: tuple[str, str], manifests: Sequence[Path], settings: Settings, home: Path, say: Say
+    found: tuple[Side | Stack, Side | Stack], settings: Settings, home: Path, say: Say
 ) -> Iterator[tuple[Side, Side]]:
-    """Both sides, while the block runs: addresses as they are, Stacks in the running fleet or a temporary one.
+    """Both sides while the block runs: Stacks in the running fleet, or in one that lives as long.
 
-    `manifests` are those of the addresses, in their order. Raises EvalError, StackError, RegistryError
-    or ProcessError.
+    Raises ProcessError if a Stack does not come up.
     """
-    left = list(manifests)
-    found: dict[Arm, Side | Stack] = {}
-    for arm, name in zip(ARMS, names, strict=True):
-        if is_url(name):
-            found[arm] = side_at(arm, name, left.pop(0) if left else None)
-        else:
-            found[arm] = find_stack(name, settings, home)
-    if left:
-        raise EvalError("There are more manifests than addresses: give --stack only for what has an address.")
-    with ExitStack() as stack:
-        sides = [
-            side if isinstance(side, Side) else None for side in (found["reference"], found["candidate"])
-        ]
+    sides: list[Side] = []
+    with ExitStack() as while_used:
         fleet: RemoteFleet | None = None
-        for number, arm in enumerate(ARMS):
-            wanted = found[arm]
-            if isinstance(wanted, Stack):
-                say(f"starting the {arm}, {wanted.fingerprint[:12]}")
-                fleet = fleet or stack.enter_context(_fleet(settings, home, wanted))
-                sides[number] = _in_fleet(fleet, arm, wanted, stack)
+        for arm, wanted in zip(ARMS, found, strict=True):
+            if isinstance(wanted, Side):
+                sides.append(wanted)
+                continue
+            say(f"starting the {arm}, {wanted.fingerprint[:12]}")
+            fleet = fleet or while_used.enter_context(_fleet(settings, home, wanted))
+            sides.append(_in_fleet(fleet, arm, wanted, while_used))
         reference, candidate = sides
-        assert reference is not None and candidate is not None
         yield reference, candidate
 
 

@@ -132,13 +132,13 @@ def _compare(
     config: Path | None,
 ) -> "tuple[Evaluation, Path]":
     import shutil
+    from contextlib import ExitStack
 
-    from strop.evals.endpoints import is_url
-    from strop.evals.evaluate import evaluate, identity
-    from strop.evals.evaluation import load_evaluation
+    from strop.evals.evaluate import evaluate, identity, is_finished
+    from strop.evals.observation import Side
     from strop.evals.suite import load
     from strop.pipelines.eval_report import write
-    from strop.pipelines.evaluating import heldout, served
+    from strop.pipelines.evaluating import find, heldout, served
     from strop.pipelines.progress import Board
     from strop.pipelines.settings import load_settings
     from strop.serving.home import home
@@ -146,21 +146,26 @@ def _compare(
     plan = load(suite)
     settings = load_settings(config)
     traffic = heldout(traces, settings, home())
-    asking_s = sum(planned.seconds for planned in plan.parts)
-    board = Board({"start": _START_S, "ask": asking_s, "report": 5.0}, home())
-    with board.shown():
-        with board.stage("start"):
-            serving = served(names, manifests, settings, home(), lambda text: board.update(0.0, text))
-            reference, candidate = serving.__enter__()
-        try:
-            folder = home() / "evals" / identity(reference.stack, candidate.stack, plan, traffic)
-            # What an address serves may have changed since: only what was cut short is gone on with.
-            if again or (any(map(is_url, names)) and load_evaluation(folder) is not None):
-                shutil.rmtree(folder, ignore_errors=True)
-            with board.stage("ask"):
-                evaluation = evaluate(reference, candidate, traffic, plan, folder, board.update)
-        finally:
-            serving.__exit__(None, None, None)
+    found = find(names, manifests, settings, home())
+    stacks = [each.stack if isinstance(each, Side) else each for each in found]
+    folder = home() / "evals" / identity(stacks[0], stacks[1], plan, traffic)
+    finished = is_finished(plan, folder)
+    # What an address serves may have changed since: only what was cut short is gone on with.
+    if again or (finished and any(isinstance(each, Side) for each in found)):
+        shutil.rmtree(folder, ignore_errors=True)
+        finished = False
+    board = Board({"start": _START_S, "ask": sum(p.seconds for p in plan.parts), "report": 5.0}, home())
+    with board.shown(), ExitStack() as while_used:
+        if finished:
+            # Only the gates are decided anew.
+            sides = Side("reference", stacks[0], ""), Side("candidate", stacks[1], "")
+            board.skip("start", "everything was asked before; --again asks anew")
+        else:
+            with board.stage("start"):
+                serving = served(found, settings, home(), lambda text: board.update(0.0, text))
+                sides = while_used.enter_context(serving)
+        with board.stage("ask"):
+            evaluation = evaluate(*sides, traffic, plan, folder, board.update)
         with board.stage("report"):
             write(evaluation, folder)
             if report is not None:

@@ -75,6 +75,14 @@ def test_a_slice_that_shows_nothing_does_not_keep_from_passing() -> None:
     assert verdict(decisions) == "passed"
 
 
+def test_what_is_not_required_can_fail_and_need_not_pass() -> None:
+    gates = [Gate(metric="error", at_most=0.1), Gate(metric="error", at_most=0, required=False)]
+    fine, one = aggregate({"chat": (200, 0)}), aggregate({"chat": (200, 4)})
+    assert [d.answer for d in decide(gates, fine)] == ["passed", "not enough data"]
+    assert verdict(decide(gates, fine)) == "passed"
+    assert verdict(decide(gates, one)) == "failed"
+
+
 def test_what_would_fail_by_itself_need_not_among_many() -> None:
     sessions, failed = 30, 6
     alone = aggregate({"slice0": (sessions, failed), "rest": (sessions, 0)})
