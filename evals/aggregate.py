@@ -47,12 +47,17 @@ class Measurement:
         Nothing bounds the largest value there can be: above the largest seen, its interval is open.
         """
         if self.statistic in _SHARES:
-            return quantile_interval(self.data, _SHARES[self.statistic], confidence)
+            low, high = quantile_interval(self.data, _SHARES[self.statistic], confidence)
+            return (max(low, 0.0) if self._is_positive else low), high
         if self.statistic == "mean":
             return mean_interval(self.data, confidence, is_share(self.metric, self.data))
         if self.data.reference is None:
             return self.candidate, math.inf
         return (0.0 if self.data.kind == "ratio" else -math.inf), math.inf
+
+    @property
+    def _is_positive(self) -> bool:
+        return self.data.kind != "difference" and all(arm.values.min() >= 0 for arm in self.data.arms)
 
 
 def is_share(metric: Metric, data: Paired) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ def _evaluate(
     progress: Progress,
 ) -> Evaluation:
     journal = Journal(folder / "journal.jsonl")
-    started_at = time.time()
-    started_at = journal.begin(started_at)
+    started_at = journal.begin(time.time())
     done, total = 0.0, sum(planned.seconds for planned in plan.parts)
     for planned in plan.parts:
         share = planned.seconds / total
@@ -91,9 +90,10 @@ def _evaluate(
         def report(part_done: float, text: str, before: float = done, share: float = share) -> None:
             progress(before + share * min(1.0, max(0.0, part_done)), text)
 
-        run = journal.resume(planned.part.name).run
-        if run is None or run.problem:
-            asyncio.run(_run(planned, plan.metrics, reference, candidate, traces, journal, report))
+        recorded = journal.resume(planned.part.name)
+        if recorded.run is None or recorded.run.problem:
+            bench = _bench(reference, candidate, traces, recorded, planned, report)
+            asyncio.run(_run(planned, plan.metrics, bench, journal))
         done += share
     progress(1.0, "summing up")
     evaluation = summed_up(
@@ -103,37 +103,50 @@ def _evaluate(
     return evaluation
 
 
-async def _run(
-    planned: Planned,
-    metrics: dict[str, Metric],
+def _bench(
     reference: Side,
     candidate: Side,
     traces: Sequence[Trace],
-    journal: Journal,
+    recorded: Recorded,
+    planned: Planned,
     report: Progress,
+) -> Callable[[httpx.AsyncClient], Bench]:
+    cache = home() / "cache" / "evals"
+    cache.mkdir(parents=True, exist_ok=True)
+    return lambda client: Bench(
+        reference=reference,
+        candidate=candidate,
+        traces=traces,
+        client=client,
+        cache=cache,
+        progress=lambda done, text: report(done, f"{planned.part.name}: {text}"),
+        done=recorded.requests,
+    )
+
+
+async def _run(
+    planned: Planned,
+    metrics: dict[str, Metric],
+    bench_with: Callable[[httpx.AsyncClient], Bench],
+    journal: Journal,
 ) -> None:
     name = planned.part.name
-    recorded = journal.resume(name)
     started = time.monotonic()
-    ended, problem, requests = False, "", set(recorded.requests)
+    ended, problem = False, ""
     async with httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
-        bench = Bench(
-            reference=reference,
-            candidate=candidate,
-            traces=traces,
-            client=client,
-            cache=home() / "cache" / "evals",
-            progress=lambda done, text: report(done, f"{name}: {text}"),
-            done=recorded.requests,
-        )
+        bench = bench_with(client)
+        requests = set(bench.done)
+        limit = asyncio.timeout(planned.seconds * (GRACE if planned.plans else 1))
         try:
-            async with asyncio.timeout(planned.seconds * (GRACE if planned.plans else 1)):
+            async with limit:
                 async for seen in planned.part.observe(bench):
                     if isinstance(seen, Observation):
                         check(metrics, seen)
                     requests.add(seen.request_id)
                     journal.saw(name, seen)
         except TimeoutError:
+            if not limit.expired():
+                raise
             ended = True
         except (EvalError, Broken) as error:
             problem = str(error)

@@ -100,7 +100,7 @@ class Evaluation(_Frozen):
     started_at: float
     """Unix time."""
     seconds: float
-    """Time of all parts, over all runs that it took."""
+    """Time of all parts; of one that was interrupted, of its last run."""
     traces: int
     parts: tuple[Ran, ...]
     gates: tuple[GateResult, ...]

@@ -22,6 +22,7 @@ Ends are infinite where the sessions leave them open.
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -119,9 +120,9 @@ def mean_interval(data: Paired, confidence: float, bounded: bool) -> tuple[float
 def quantile_interval(data: Paired, share: float, confidence: float) -> tuple[float, float]:
     """Interval of a quantile, or of the difference or ratio of two over the same sessions."""
     weights_BS, unseen_B = _weights(data.sessions, QUANTILE_DRAWS)
-    low_B, high_B = _weighted_quantiles(data.candidate, weights_BS, unseen_B, share)
     if data.reference is None:
-        return _ends(low_B, high_B, confidence)
+        return _quantile_ends(data.candidate, weights_BS, unseen_B, share, (1 - confidence) / 2)
+    low_B, high_B = _weighted_quantiles(data.candidate, weights_BS, unseen_B, share)
     other_low_B, other_high_B = _weighted_quantiles(data.reference, weights_BS, unseen_B, share)
     if data.kind == "difference":
         return _ends(low_B - other_high_B, high_B - other_low_B, confidence)
@@ -171,6 +172,28 @@ def _weighted_means(arm: Arm, weights_BS: Floats, unseen_B: Floats) -> tuple[Flo
     over_B = weights_BS @ sizes_S + extra_B
     mean_B = (weights_BS @ sums_S + extra_B * arm.mean) / over_B
     return mean_B, extra_B / over_B, (sums_S - arm.mean * sizes_S) / sizes_S.mean()
+
+
+def _quantile_ends(
+    arm: Arm, weights_BS: Floats, unseen_B: Floats, share: float, tail: float
+) -> tuple[float, float]:
+    """The values below which enough of the draws have `share` of their weight: what `_ends` makes of
+    `_weighted_quantiles`, without a weight for every value and draw."""
+    order = np.argsort(arm.values, kind="stable")
+    values_V, session_V = arm.values[order], arm.session[order]
+    sessions = weights_BS.shape[1]
+    sizes_S = np.bincount(session_V, minlength=sessions)
+    extra_B = unseen_B * sizes_S.mean()
+    wanted_B = share * (weights_BS @ sizes_S + extra_B) * (1 - 1e-12)
+
+    def draws_reached(number: int, more_B: Floats | float) -> float:
+        below_S = np.bincount(session_V[:number], minlength=sessions)
+        return float((weights_BS @ below_S + more_B >= wanted_B).mean())
+
+    least = bisect_left(range(len(values_V) + 1), tail, key=lambda k: draws_reached(k, extra_B))
+    most = bisect_left(range(len(values_V) + 1), 1 - tail, key=lambda k: draws_reached(k, 0.0))
+    low = float(values_V[least - 1]) if least else -math.inf
+    return low, float(values_V[most - 1]) if most <= len(values_V) else math.inf
 
 
 def _weighted_quantiles(

@@ -36,8 +36,6 @@ class Recorded:
     seen: list[Seen] = field(default_factory=list)
     run: PartRun | None = None
     """None for a part that has not finished."""
-    seconds: float = 0.0
-    """Spent by runs that were interrupted, as far as they told."""
 
     @property
     def observations(self) -> list[Observation]:

@@ -32,7 +32,7 @@ GATES = (
     Gate(metric="kl", at_most=0.05),
     Gate(metric="top1_agreement", at_least=0.85),
     Gate(metric="error", at_most=0.1),
-    Gate(metric="json_valid", at_least=-0.05),
+    Gate(metric="json_valid", at_least=-0.08),
     Gate(metric="ttft_s", at_most=1.5),
     Gate(metric="kl", slice="*", at_most=0.1),
     Gate(metric="json_valid", slice="*", at_least=-0.1),
