@@ -73,6 +73,11 @@ def is_finished(plan: Plan, folder: Path) -> bool:
     return all(run is not None and not run.problem for run in runs)
 
 
+def findings_of(folder: Path) -> list[Finding]:
+    """All findings that the journal in `folder` holds. Raises EvalError for a broken journal."""
+    return [f for recorded in Journal(folder / "journal.jsonl").parts().values() for f in recorded.findings]
+
+
 def _evaluate(
     reference: Side,
     candidate: Side,

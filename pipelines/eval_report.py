@@ -1,6 +1,7 @@
 """The report of one evaluation: HTML that needs nothing but itself, Markdown for pull requests, JSON."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -36,10 +37,12 @@ _WORDS = re.compile(r"\s+|[^\W_]+|.", re.DOTALL)
 
 
 def write(evaluation: Evaluation, folder: Path) -> None:
-    """Write `report.html`, `report.md` and `evaluation.json`."""
+    """Write `report.html`, `report.md`, `evaluation.json`, and `findings.jsonl` for `strop eval replay`."""
     write_atomic(folder / "report.html", html(evaluation))
     write_atomic(folder / "report.md", markdown(evaluation))
     write_atomic(folder / "evaluation.json", evaluation.model_dump_json(indent=1))
+    lines = "".join(finding.model_dump_json() + "\n" for finding in evaluation.findings)
+    write_atomic(folder / "findings.jsonl", lines)
 
 
 def html(evaluation: Evaluation) -> str:
@@ -142,7 +145,7 @@ def _stacks(evaluation: Evaluation) -> tuple[list[tuple[str, str, str, bool]], l
         return name, here, there, values[0] != values[1]
 
     rows = [
-        row("fingerprint", *(s["fingerprint"][:16] for s in stacks)),
+        ("fingerprint", stacks[0]["fingerprint"], stacks[1]["fingerprint"], bool(evaluation.differences)),
         row("served as", *(s["served_model"] for s in stacks)),
         row("model", *(s["model"]["location"] or s.get("image") for s in stacks)),
         row("quantization", *(s["quantization"] for s in stacks)),
@@ -185,6 +188,7 @@ def _finding(finding: Shown) -> dict[str, str]:
         "arm": finding.arm,
         "request_id": _visible(finding.request_id[:ID]),
         "detail": _visible(finding.detail[:600]),
+        "command": f"strop eval replay {shlex.quote(f'findings.jsonl:{_visible(finding.request_id)}')} --url URL",
     }
 
 

@@ -134,7 +134,7 @@ def _compare(
     import shutil
     from contextlib import ExitStack
 
-    from strop.evals.evaluate import evaluate, identity, is_finished
+    from strop.evals.evaluate import evaluate, findings_of, identity, is_finished
     from strop.evals.observation import Side
     from strop.evals.suite import load
     from strop.pipelines.eval_report import write
@@ -170,6 +170,9 @@ def _compare(
             write(evaluation, folder)
             if report is not None:
                 write(evaluation, report)
+            if importlib.util.find_spec("strop.evals.regressions"):
+                regressions = importlib.import_module("strop.evals.regressions")
+                regressions.remember_evaluation(home(), findings_of(folder), traffic)
     return evaluation, report or folder
 
 

@@ -194,10 +194,14 @@ def test_the_files_are_written_and_the_json_reads_back(tmp_path: Path) -> None:
     evaluation = evaluated(tmp_path, 0.3)
     write(evaluation, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "report.html", "report.md", "evaluation.json",
+        "report.html", "report.md", "evaluation.json", "findings.jsonl",
     }  # fmt: skip
     text = (tmp_path / "out" / "evaluation.json").read_text()
     assert Evaluation.model_validate_json(text) == evaluation
+    lines = (tmp_path / "out" / "findings.jsonl").read_text().splitlines()
+    assert [Finding(**json.loads(line)).request_id for line in lines] == [
+        f.request_id for f in evaluation.findings
+    ]
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
