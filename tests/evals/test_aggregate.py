@@ -115,6 +115,15 @@ def test_nothing_of_n_bounds_a_difference_as_it_bounds_a_share() -> None:
     assert low == pytest.approx(-high, abs=0.01)
 
 
+def test_for_paired_failures_it_is_the_sign_test() -> None:
+    """With k failures on the candidate alone and none on the other side, the chance of that is 1 / 2^k."""
+    for failed, found in ((4, False), (5, True)):
+        values: list[tuple[list[float], list[float] | None]] = [
+            ([float(i < failed)], [0.0]) for i in range(100)
+        ]
+        assert (measured(ERROR, values).interval(0.9)[0] > 0) == found
+
+
 def test_the_p99_is_open_until_the_sessions_can_bound_it() -> None:
     rng = np.random.default_rng(0)
     few = measured(KL, [([v], None) for v in rng.exponential(size=100)], "p99").interval(0.9)
@@ -135,7 +144,8 @@ def test_turns_of_a_session_are_not_taken_for_independent_evidence() -> None:
 
 
 def test_one_session_says_nothing_of_others() -> None:
-    assert measured(KL, [([0.1, 0.2], None)]).interval(0.95) == (0.0, math.inf)
+    low, high = measured(KL, [([0.1, 0.2], None)]).interval(0.95)
+    assert 0 <= low < 0.01 and high == math.inf
     low, high = measured(TTFT, [([1.0], [1.0])]).interval(0.95)
     assert low == 0.0 and high == math.inf
 
@@ -182,12 +192,12 @@ def simulate(kind: str, n: int, seed: int) -> tuple[Measurement, float]:
 
 
 @pytest.mark.parametrize("kind", ["share", "level", "ratio", "median ratio"])
-@pytest.mark.parametrize("n", [12, 60])
+@pytest.mark.parametrize("n", [12, 40])
 def test_intervals_cover_the_truth_as_often_as_they_say(kind: str, n: int) -> None:
-    runs, missed = 250, 0
+    runs, missed = 160, 0
     for seed in range(runs):
         found, truth = simulate(kind, n, seed)
         low, high = found.interval(0.9)
         missed += not low <= truth <= high
-    # Conservative is fine; 0.145 is three standard deviations above the nominal 0.1, and the bias allowed.
-    assert missed / runs <= 0.165
+    # Conservative is fine; 0.02 of bias is allowed, and three standard deviations of the simulation.
+    assert missed / runs <= 0.12 + 3 * math.sqrt(0.1 * 0.9 / runs)

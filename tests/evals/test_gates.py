@@ -21,6 +21,17 @@ def errors(shares: dict[str, tuple[int, int]], start: int = 0) -> list[Observati
     return found
 
 
+def agreements(shares: dict[str, tuple[int, int]]) -> Aggregate:
+    """The same as a level: a share whose bounds are those of the binomial distribution."""
+    return Aggregate.of(
+        [AGREES],
+        [
+            Observation("agrees", o.request_id, o.session, o.slices, (1 - o.candidate[0],))
+            for o in errors(shares)
+        ],
+    )
+
+
 def aggregate(shares: dict[str, tuple[int, int]]) -> Aggregate:
     return Aggregate.of([ERROR, AGREES], errors(shares))
 
@@ -77,21 +88,21 @@ def test_a_slice_that_shows_nothing_does_not_keep_from_passing() -> None:
 
 def test_what_is_not_required_can_fail_and_need_not_pass() -> None:
     gates = [Gate(metric="error", at_most=0.1), Gate(metric="error", at_most=0, required=False)]
-    fine, one = aggregate({"chat": (200, 0)}), aggregate({"chat": (200, 4)})
+    fine, some = aggregate({"chat": (200, 0)}), aggregate({"chat": (200, 7)})
     assert [d.answer for d in decide(gates, fine)] == ["passed", "not enough data"]
     assert verdict(decide(gates, fine)) == "passed"
-    assert verdict(decide(gates, one)) == "failed"
+    assert verdict(decide(gates, some)) == "failed"
 
 
 def test_what_would_fail_by_itself_need_not_among_many() -> None:
     sessions, failed = 30, 6
-    alone = aggregate({"slice0": (sessions, failed), "rest": (sessions, 0)})
-    gate = Gate(metric="error", slice="slice0", at_most=0.08)
+    alone = agreements({"slice0": (sessions, failed), "rest": (sessions, 0)})
+    gate = Gate(metric="agrees", slice="slice0", at_least=0.92)
     p = stats.binom.sf(failed - 1, sessions, 0.08)
     assert 0.05 / 30 < p < 0.05
     assert decide([gate], alone)[0].answer == "failed"
-    many = aggregate({f"slice{i}": (sessions, failed if i == 0 else 0) for i in range(30)})
-    decisions = decide([Gate(metric="error", slice="*", at_most=0.08)], many)
+    many = agreements({f"slice{i}": (sessions, failed if i == 0 else 0) for i in range(30)})
+    decisions = decide([Gate(metric="agrees", slice="*", at_least=0.92)], many)
     assert "failed" not in {d.answer for d in decisions}
 
 
@@ -100,12 +111,12 @@ def test_what_is_clear_leaves_more_to_what_is_less_clear() -> None:
     sessions, failed = 60, 11
     p = stats.binom.sf(failed - 1, sessions, 0.08)
     assert 0.05 / 10 < p < 0.05 / 2
-    gate = Gate(metric="error", slice="*", at_most=0.08)
+    gate = Gate(metric="agrees", slice="*", at_least=0.92)
     clear = {f"clear{i}": (sessions, sessions) for i in range(9)}
-    with_clear = decide([gate], aggregate({"doubt": (sessions, failed), **clear}))
+    with_clear = decide([gate], agreements({"doubt": (sessions, failed), **clear}))
     assert {d.slice: d.answer for d in with_clear}["doubt"] == "failed"
     without = {f"fine{i}": (sessions, 0) for i in range(9)}
-    with_fine = decide([gate], aggregate({"doubt": (sessions, failed), **without}))
+    with_fine = decide([gate], agreements({"doubt": (sessions, failed), **without}))
     assert {d.slice: d.answer for d in with_fine}["doubt"] == "not enough data"
 
 
