@@ -349,7 +349,9 @@ def served(arguments: argparse.Namespace, home: Path) -> dict[str, Any]:
         traces = asyncio.run(record(here.url, reference, arguments.sessions, 48))
 
         def judge(name: str, there: Side) -> Evaluation:
-            report = lambda done, said: console.print(f"{name} {done:.0%} {said}")  # noqa: E731
+            def report(done: float, text: str) -> None:
+                console.print(f"{name} {done:.0%} {text}")
+
             evaluation = evaluate(here, there, traces, plan, home / "evals" / name.replace(" ", "-"), report)
             write(evaluation, (arguments.report or home) / name.replace(" ", "-"))
             console.print(f"{name}: {evaluation.summary}")

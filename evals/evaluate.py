@@ -88,18 +88,18 @@ def _evaluate(
 ) -> Evaluation:
     journal = Journal(folder / "journal.jsonl")
     started_at = journal.begin(time.time())
-    done, total = 0.0, sum(planned.seconds for planned in plan.parts)
+    before, total = 0.0, sum(planned.seconds for planned in plan.parts)
     for planned in plan.parts:
         share = planned.seconds / total
 
-        def report(part_done: float, text: str, before: float = done, share: float = share) -> None:
-            progress(before + share * min(1.0, max(0.0, part_done)), text)
+        def report(done: float, text: str, before: float = before, share: float = share) -> None:
+            progress(before + share * min(1.0, max(0.0, done)), text)
 
         recorded = journal.resume(planned.part.name)
         if recorded.run is None or recorded.run.problem:
             bench = _bench(reference, candidate, traces, recorded, planned, report)
             asyncio.run(_run(planned, plan.metrics, bench, journal))
-        done += share
+        before += share
     progress(1.0, "summing up")
     evaluation = summed_up(
         reference.stack, candidate.stack, plan, journal, len(traces), folder.name, started_at

@@ -58,8 +58,10 @@ class Arm:
 
     def totals(self, sessions: int) -> Floats:
         """Sum and number of values of each session `[2, sessions]`."""
-        sums = np.bincount(self.session, self.values, minlength=sessions)
-        return np.stack([sums, np.bincount(self.session, minlength=sessions).astype(float)])
+        found = np.empty((2, sessions))
+        found[0] = np.bincount(self.session, self.values, minlength=sessions)
+        found[1] = np.bincount(self.session, minlength=sessions)
+        return found
 
     @property
     def mean(self) -> float:

@@ -150,10 +150,14 @@ def _planned(name: str, options: dict[str, Any], suite: str, near: Path) -> Plan
         raise SuiteError(f"{suite}: parts.{name}.seconds: must be a number of seconds (got {seconds!r}).")
     # A part that can plan its time does so; one that cannot is ended.
     own = {key: value for key, value in options.items() if key != SECONDS or SECONDS in known}
-    part = _validated(cls, own, suite, f"parts.{name}.")
-    if isinstance(part, BaseModel):
+    part: Any = _validated(cls, own, suite, f"parts.{name}.")
+    if known:
         # A relative path is relative to the file that names it.
-        paths = {k: near / v for k, v in part if isinstance(v, Path) and k in own and not v.is_absolute()}
+        paths = {
+            k: near / v
+            for k, v in dict(part).items()
+            if isinstance(v, Path) and k in own and not v.is_absolute()
+        }
         part = part.model_copy(update=paths)
     return Planned(part, float(seconds), SECONDS in known)
 

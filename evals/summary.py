@@ -65,7 +65,7 @@ def ends_words(figure: Figure) -> str:
 
 def gate_words(gate: GateResult) -> str:
     """The gate's measurement, bound and answer as one sentence."""
-    bound = number(gate.bound) if gate.figure is None else _shown(gate.figure, gate.bound)
+    bound = bound_words(gate)
     where = "" if gate.slice == "all" else f" of {gate.slice}"
     figure = gate.figure
     if figure is None:
@@ -76,6 +76,12 @@ def gate_words(gate: GateResult) -> str:
         f"The candidate's {of}{figure.words}{where and f', {where.strip()}'}{compared[figure.compare]}: "
         f"{figure_words(figure)} over {figure.samples} sessions; {gate.side} {bound} is asked for."
     )
+
+
+def bound_words(gate: GateResult) -> str:
+    compare = gate.figure.compare if gate.figure else "level"
+    sign = "+" if compare == "difference" and gate.bound > 0 else ""
+    return f"{sign}{gate.bound:g}{'×' if compare == 'ratio' else ''}"
 
 
 def number(value: float) -> str:

@@ -14,13 +14,13 @@ from markupsafe import Markup, escape
 
 from strop.evals.evaluation import Evaluation, Figure, GateResult, Shown
 from strop.evals.gates import Answer
-from strop.evals.summary import ends_words, estimate_words, gate_words, number
+from strop.evals.summary import bound_words, ends_words, estimate_words, gate_words, number
 from strop.pipelines import charts
 from strop.pipelines.charts import Series
 from strop.pipelines.report import seconds_words, style
 from strop.serving.home import write_atomic
 
-CHANGED = 8
+CHANGED, CHANGED_OF_A_KIND = 8, 3
 """Answers shown side by side, those that differ most first."""
 LISTED = 60
 """Findings in the table."""
@@ -168,7 +168,7 @@ def _gate(gate: GateResult) -> dict[str, Any]:
         "candidate": "–" if figure is None else number(figure.candidate),
         "estimate": "–" if figure is None else estimate_words(figure),
         "interval": "–" if figure is None else ends_words(figure),
-        "bound": f"{'≥' if gate.side == 'at least' else '≤'} {number(gate.bound)}",
+        "bound": f"{'≥' if gate.side == 'at least' else '≤'} {bound_words(gate)}",
         "samples": f"{figure.samples if figure else 0}"
         + (f" of {gate.min_samples}" if figure is None or figure.samples < gate.min_samples else ""),
         "answer": gate.answer,
@@ -205,8 +205,12 @@ def _changed(findings: Sequence[Shown]) -> list[dict[str, Any]]:
             ).quick_ratio()
             if finding.request_id not in pairs or alike < pairs[finding.request_id][0]:
                 pairs[finding.request_id] = (alike, finding)
-    shown = []
-    for _, finding in sorted(pairs.values(), key=lambda pair: pair[0])[:CHANGED]:
+    shown: list[dict[str, Any]] = []
+    kinds = Counter[str]()
+    for _, finding in sorted(pairs.values(), key=lambda pair: pair[0]):
+        kinds[finding.kind] += 1
+        if len(shown) == CHANGED or kinds[finding.kind] > CHANGED_OF_A_KIND:
+            continue
         sides = (finding.other, finding.answer)
         here, there = word_diff(*(sides if finding.arm == "candidate" else sides[::-1]))
         shown.append({**_finding(finding), "here": here, "there": there})

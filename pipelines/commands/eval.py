@@ -2,14 +2,12 @@
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    import click
-
     from strop.evals.evaluation import Evaluation
 
 EXIT_CODES = {"passed": 0, "failed": 1, "not enough data": 2}
@@ -21,7 +19,7 @@ _START_S = 120.0
 class _ComparesUnlessTold(TyperGroup):
     """`strop eval A B` is `strop eval compare A B`."""
 
-    def parse_args(self, ctx: "click.Context", args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
             args = [_COMPARE, *args]
         return super().parse_args(ctx, args)
@@ -181,7 +179,7 @@ def _show(evaluation: "Evaluation", folder: Path) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from strop.evals.summary import figure_words, number
+    from strop.evals.summary import bound_words, figure_words
 
     console = Console(highlight=False)
     table = Table("gate", "slice", "candidate (interval)", "bound", "sessions", "answer")
@@ -193,7 +191,7 @@ def _show(evaluation: "Evaluation", folder: Path) -> None:
         found = figure_words(gate.figure) if gate.figure else "–"
         sessions = str(gate.figure.samples) if gate.figure else "0"
         answer = f"[{colours[gate.answer]}]{gate.answer}[/]"
-        table.add_row(name, escape(gate.slice), found, f"{gate.side} {number(gate.bound)}", sessions, answer)
+        table.add_row(name, escape(gate.slice), found, f"{gate.side} {bound_words(gate)}", sessions, answer)
     console.print(table)
     console.print(escape(evaluation.summary))
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True, markup=False)

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def observed(
 
 def measured(
     metric: Metric,
-    values: list[tuple[list[float], list[float] | None]],
+    values: Sequence[tuple[list[float], list[float] | None]],
     statistic: Statistic = "mean",
     session: Callable[[int], str] = lambda number: f"s{number}",
 ) -> Measurement:
@@ -118,9 +118,7 @@ def test_nothing_of_n_bounds_a_difference_as_it_bounds_a_share() -> None:
 def test_for_paired_failures_it_is_the_sign_test() -> None:
     """With k failures on the candidate alone and none on the other side, the chance of that is 1 / 2^k."""
     for failed, found in ((4, False), (5, True)):
-        values: list[tuple[list[float], list[float] | None]] = [
-            ([float(i < failed)], [0.0]) for i in range(100)
-        ]
+        values = [([float(i < failed)], [0.0]) for i in range(100)]
         assert (measured(ERROR, values).interval(0.9)[0] > 0) == found
 
 
@@ -137,7 +135,7 @@ def test_the_largest_seen_is_a_lower_bound_and_no_upper_one() -> None:
 
 
 def test_turns_of_a_session_are_not_taken_for_independent_evidence() -> None:
-    values: list[tuple[list[float], list[float] | None]] = [([float(i < 25)], [0.0]) for i in range(100)]
+    values = [([float(i < 25)], [0.0]) for i in range(100)]
     wide = measured(ERROR, values, session=lambda i: f"s{i // 10}").interval(0.9)
     narrow = measured(ERROR, values).interval(0.9)
     assert wide[1] - wide[0] > 2 * (narrow[1] - narrow[0])
