@@ -10,6 +10,8 @@ from strop.serving.client import auth_headers
 from strop.serving.stack import Artifact, Engine, Hardware, Stack, StackError
 
 UNKNOWN = "unknown"
+ASSUMED_DTYPE = "bfloat16"
+"""Of a server that does not say: the one whose arithmetic is the noisiest, so that noise is not taken for harm."""
 
 
 def is_url(name: str) -> bool:
@@ -74,7 +76,7 @@ def _described(url: str, model: dict[str, Any]) -> Stack:
     return Stack(
         served_model=model["id"],
         model=artifact,
-        engine=Engine(version=UNKNOWN, dtype=UNKNOWN),
+        engine=Engine(version=UNKNOWN, dtype=ASSUMED_DTYPE),
         hardware=Hardware(device="cpu", name=UNKNOWN, isa=UNKNOWN),
         # Two servers of which nothing is known are not the same Stack for that.
         image=url,
