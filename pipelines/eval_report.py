@@ -53,7 +53,8 @@ def html(evaluation: Evaluation) -> str:
     environment.filters.update(seconds=seconds_words)
     source = Path(__file__).with_name("eval_report.html.j2").read_text(encoding="utf-8")
     required = [gate for gate in evaluation.gates if gate.required]
-    watched = sorted((g for g in evaluation.gates if not g.required), key=lambda g: g.answer != "failed")
+    watched = [gate for gate in evaluation.gates if not gate.required and gate.figure]
+    watched.sort(key=lambda gate: gate.answer != "failed")
     alike, more = _stacks(evaluation)
     changed = _changed(evaluation.findings)
     listed = sorted(evaluation.findings, key=lambda f: (f.arm != "candidate", f.kind))
