@@ -224,7 +224,9 @@ def _curves(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
         mean = figures.get((curve.metric, "mean"))
         if mean is None:
             continue
-        scale, unit = (1000.0, "ms") if mean.unit == "s" and max(curve.reference) < 1 else (1.0, mean.unit)
+        scale, unit = 1.0, mean.unit
+        if unit in ("s", "s/token") and max(curve.reference) < 1:
+            scale, unit = 1000.0, f"m{unit}"
         series = [
             Series("reference", "champion", [scale * v for v in curve.reference]),
             Series("candidate", "candidate", [scale * v for v in curve.candidate]),
