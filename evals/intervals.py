@@ -151,7 +151,7 @@ def _mean_ratio(data: Paired, confidence: float) -> tuple[float, float]:
             Totals(*theirs),
             Totals(*ours),
             np.arange(data.sessions),
-            samples=4 * QUANTILE_DRAWS,
+            samples=2 * QUANTILE_DRAWS,
             confidence=confidence,
         )
     except ValueError:
