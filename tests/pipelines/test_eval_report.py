@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ GATES = (
 
 class Nothing:
     name = "fidelity"
-    metrics = METRICS
+    metrics: Sequence[Metric] = METRICS
 
     def observe(self, bench: Any) -> Any:
         raise NotImplementedError
