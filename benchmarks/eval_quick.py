@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,12 @@ from strop.serving.stack import Stack
 from strop.serving.traces import Choice, Trace
 
 console = Console(stderr=True)
+_HOP_BY_HOP = frozenset({"transfer-encoding", "content-length", "connection", "keep-alive"})
 DATA = Path(__file__).parents[1] / "shared" / "data"
 CONFIDENCE = 0.9
 SIZES = (12, 25, 50, 200, 500)
+
+Draw = Callable[[np.random.Generator, int], list[Observation]]
 
 # -- simulated sessions ------------------------------------------------------------------------
 
@@ -65,12 +68,11 @@ class Kind:
     metric: Metric
     statistic: Statistic
     truth: float
-    draw: Callable[[np.random.Generator, int], list[Observation]]
+    draw: Draw
 
     def sample(self, rng: np.random.Generator, sessions: int) -> Measurement:
-        found = Aggregate.of([self.metric], self.draw(rng, sessions)).measure(
-            self.metric.name, statistic=self.statistic
-        )
+        aggregate = Aggregate.of([self.metric], self.draw(rng, sessions))
+        found = aggregate.measure(self.metric.name, statistic=self.statistic)
         assert found is not None
         return found
 
@@ -78,18 +80,15 @@ class Kind:
 def _observations(
     metric: str, session: Any, candidate: list[tuple[float, ...]], reference: list[tuple[float, ...]] | None
 ) -> list[Observation]:
-    theirs = reference or [None] * len(candidate)
-    return [
-        Observation(metric, str(i), str(s), (), ours, other)
-        for i, (s, ours, other) in enumerate(zip(session, candidate, theirs, strict=True))
-    ]
+    rows = enumerate(zip(session, candidate, reference or [None] * len(candidate), strict=True))
+    return [Observation(metric, str(i), str(s), (), ours, theirs) for i, (s, ours, theirs) in rows]
 
 
 def _turns(rng: np.random.Generator, sessions: int) -> Any:
     return np.repeat(np.arange(sessions), rng.integers(1, 6, sessions))
 
 
-def _share(ours: float, theirs: float) -> Callable[[np.random.Generator, int], list[Observation]]:
+def _share(ours: float, theirs: float) -> Draw:
     """Failures that gather in some sessions: a session's chance is Beta(1/2, 2), 0.2 on average."""
 
     def draw(rng: np.random.Generator, sessions: int) -> list[Observation]:
@@ -103,7 +102,7 @@ def _share(ours: float, theirs: float) -> Callable[[np.random.Generator, int], l
     return draw
 
 
-def _singles(rate: float) -> Callable[[np.random.Generator, int], list[Observation]]:
+def _singles(rate: float) -> Draw:
     def draw(rng: np.random.Generator, sessions: int) -> list[Observation]:
         fails = [(float(x),) for x in rng.random(sessions) < rate]
         return _observations("single", range(sessions), fails, [(0.0,)] * sessions)
@@ -118,7 +117,7 @@ def _agreement(rng: np.random.Generator, sessions: int) -> list[Observation]:
     return _observations("agreement", range(sessions), tokens, None)
 
 
-def _distance(sigma: float) -> Callable[[np.random.Generator, int], list[Observation]]:
+def _distance(sigma: float) -> Draw:
     """Exponential per token, lognormal between sessions; 0.02 on average."""
 
     def draw(rng: np.random.Generator, sessions: int) -> list[Observation]:
@@ -130,7 +129,7 @@ def _distance(sigma: float) -> Callable[[np.random.Generator, int], list[Observa
     return draw
 
 
-def _times(noise: float) -> Callable[[np.random.Generator, int], list[Observation]]:
+def _times(noise: float) -> Draw:
     """Lognormal, alike within a session, 10 % slower with noise of the pair's own."""
 
     def draw(rng: np.random.Generator, sessions: int) -> list[Observation]:
@@ -206,8 +205,6 @@ QUESTIONS = [
     "Explain photosynthesis to a child.", "Write a short letter to a landlord.", "What is 17 times 12?",
     "List the planets as a JSON array.", "Summarise the story of the tortoise and the hare.",
     "How do I boil an egg?", "Translate 'good morning' into French.", "What is a binary search tree?",
-    "Give me a haiku about rain.", "Write SQL that counts the rows of a table.", "Who wrote Faust?",
-    "Describe a cat in one sentence.", "What is the difference between a list and a tuple?",
 ]  # fmt: skip
 
 
@@ -240,9 +237,8 @@ async def record(url: str, stack: Stack, sessions: int, max_tokens: int) -> list
 def _questions() -> Iterator[str]:
     path = DATA / "spec_bench_question.jsonl"
     if path.is_file():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found = [row["turns"][0] for row in rows if len(row["turns"][0]) < 600]
-        # One of each category in turns.
+        found = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()]
+        found = [question for question in found if len(question) < 600]
         yield from found[:: max(1, len(found) // 64)]
     yield from QUESTIONS
 
@@ -255,12 +251,9 @@ def sampling_bug(url: str, temperature: float) -> Iterator[str]:
     async def forward(request: web.Request) -> web.StreamResponse:
         data = await request.read()
         if request.method == "POST" and data:
-            body = json.loads(data)
-            if isinstance(body, dict) and body.get("max_tokens") != 1:
-                data = json.dumps({**body, "temperature": temperature}).encode()
-        timeout = ClientTimeout(total=None)
+            data = json.dumps({**json.loads(data), "temperature": temperature}).encode()
         async with (
-            ClientSession(timeout=timeout, auto_decompress=False) as session,
+            ClientSession(timeout=ClientTimeout(total=None), auto_decompress=False) as session,
             session.request(
                 request.method, url + request.path_qs, data=data or None,
                 headers={k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")},
@@ -295,9 +288,6 @@ def sampling_bug(url: str, temperature: float) -> Iterator[str]:
         thread.join()
 
 
-_HOP_BY_HOP = frozenset({"transfer-encoding", "content-length", "connection", "keep-alive"})
-
-
 def wrong_scale(model: Path, target: Path, factor: float) -> Path:
     """A copy of the model with one weight tensor in the middle multiplied by `factor`."""
     from safetensors.torch import load_file, save_file
@@ -315,19 +305,11 @@ def wrong_scale(model: Path, target: Path, factor: float) -> Path:
 def other_template(model: Path, target: Path) -> Path:
     """A copy of the model whose chat template forgets the line break after the role."""
     shutil.copytree(model, target)
-    file, configuration = target / "chat_template.jinja", target / "tokenizer_config.json"
-    if file.is_file():
-        template, rest = file.read_text(), None
-    else:
-        rest = json.loads(configuration.read_text())
-        template = rest["chat_template"]
-    changed = template.replace("message['role'] + '\n'", "message['role'] + ' '")
-    if changed == template:
-        changed = template + "\n"
-    if rest is None:
-        file.write_text(changed)
-    else:
-        configuration.write_text(json.dumps({**rest, "chat_template": changed}))
+    file = target / "chat_template.jinja"
+    changed = file.read_text().replace("message['role'] + '\n'", "message['role'] + ' '")
+    if changed == file.read_text():
+        raise SystemExit(f"{file} is another template than this knows how to change: give another --model.")
+    file.write_text(changed)
     return target
 
 
@@ -343,18 +325,15 @@ def served(arguments: argparse.Namespace, home: Path) -> dict[str, Any]:
     with temporary_fleet(settings, home, reference) as fleet:
         start_s = time.monotonic() - began
         here = _side(fleet, "reference", reference)
-        console.print(f"reference up in {start_s:.0f} s; recording traffic")
         traces = asyncio.run(record(here.url, reference, arguments.sessions, 48))
 
-        def judge(name: str, there: Side) -> Evaluation:
+        def judge(name: str, there: Side) -> None:
             def report(done: float, text: str) -> None:
                 console.print(f"{name} {done:.0%} {text}")
 
-            evaluation = evaluate(here, there, traces, plan, home / "evals" / name.replace(" ", "-"), report)
-            write(evaluation, (arguments.report or home) / name.replace(" ", "-"))
-            console.print(f"{name}: {evaluation.summary}")
-            found[name] = evaluation
-            return evaluation
+            found[name] = evaluate(here, there, traces, plan, home / "evals" / name.replace(" ", "-"), report)
+            write(found[name], (arguments.report or home) / name.replace(" ", "-"))
+            console.print(f"{name}: {found[name].summary}")
 
         def against(name: str, stack: Stack) -> float:
             began = time.monotonic()
@@ -368,22 +347,17 @@ def served(arguments: argparse.Namespace, home: Path) -> dict[str, Any]:
         args = {**reference.engine.args, "max-num-seqs": 15}
         engine = reference.engine.model_copy(update={"args": args})
         minutes = (start_s + against("same", reference.model_copy(update={"engine": engine}))) / 60
-        planted = {
-            "wrong scale": wrong_scale(Path(model), home / "scaled", arguments.scale),
-            "chat template": other_template(Path(model), home / "template"),
-        }
-        for name, folder in planted.items():
-            stack = plain_stack(settings.model_copy(update={"model": str(folder)}))
-            against(name, stack)
+        scaled = wrong_scale(Path(model), home / "scaled", arguments.scale)
+        against("wrong scale", plain_stack(settings.model_copy(update={"model": str(scaled)})))
+        template = other_template(Path(model), home / "template")
+        against("chat template", plain_stack(settings.model_copy(update={"model": str(template)})))
         with sampling_bug(here.url, 1.0) as url:
             odd = reference.model_copy(update={"image": "a sampler that is off"})
             judge("sampling bug", Side("candidate", odd, url))
-    missed = [name for name, each in found.items() if name != "same" and each.verdict != "failed"]
+    planted = [each.verdict for name, each in found.items() if name != "same"]
     return {
         "minutes": round(minutes, 2),
-        "planted_missed": len(missed),
-        "missed": missed,
-        "same": found["same"].verdict,
+        "planted_missed": len(planted) - planted.count("failed"),
         "verdicts": {name: each.verdict for name, each in found.items()},
         "failed_gates": {
             name: sorted({f"{g.metric} of {g.slice}" for g in each.gates if g.answer == "failed"})
@@ -395,7 +369,7 @@ def served(arguments: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 def _side(fleet: RemoteFleet, arm: Any, stack: Stack) -> Side:
     pool = next(pool for pool in fleet.status().pools if pool.fingerprint == stack.fingerprint)
-    return Side(arm, stack, pool.url, tuple(asdict(replica)["url"] for replica in pool.replicas))
+    return Side(arm, stack, pool.url, tuple(replica.url for replica in pool.replicas))
 
 
 def main() -> None:
