@@ -392,8 +392,7 @@ def main() -> None:
     if not arguments.statistics_only:
         with tempfile.TemporaryDirectory(prefix="strop-") as folder:
             result |= served(arguments, Path(folder))
-    keys = ("minutes", "coverage_error", "false_pass_rate", "planted_missed")
-    print(json.dumps({**{key: result[key] for key in keys}, **result}))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
