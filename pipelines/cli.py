@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from strop.pipelines.commands import cost, fleet, loop, prompts, replay, serve, stack, traces
+from strop.pipelines.commands import eval as evaluation
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +19,7 @@ app = typer.Typer(
     "Start with `strop demo`, or write a strop.yaml (`strop config`) and run `strop serve`, then `strop loop run`.",
 )
 app.add_typer(loop.app, name="loop")
+app.add_typer(evaluation.app, name="eval")
 app.add_typer(traces.app, name="traces")
 app.add_typer(stack.app, name="stack")
 app.add_typer(fleet.app, name="fleet")
