@@ -1,11 +1,12 @@
 """`strop eval`: may this Stack replace that one, on this traffic, by these gates?"""
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from strop.pipelines.commands.eval_replay import replay
 
 if TYPE_CHECKING:
     from strop.evals.evaluation import Evaluation
@@ -134,6 +135,7 @@ def _compare(
 
     from strop.evals.evaluate import evaluate, findings_of, identity, is_finished
     from strop.evals.observation import Side
+    from strop.evals.regressions import remember_evaluation
     from strop.evals.suite import load
     from strop.pipelines.eval_report import write
     from strop.pipelines.evaluating import find, heldout, served
@@ -168,9 +170,7 @@ def _compare(
             write(evaluation, folder)
             if report is not None:
                 write(evaluation, report)
-            if importlib.util.find_spec("strop.evals.regressions"):
-                regressions = importlib.import_module("strop.evals.regressions")
-                regressions.remember_evaluation(home(), findings_of(folder), traffic)
+            remember_evaluation(home(), findings_of(folder), traffic)
     return evaluation, report or folder
 
 
@@ -197,7 +197,4 @@ def _show(evaluation: "Evaluation", folder: Path) -> None:
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True, markup=False)
 
 
-# `strop eval replay` sends what a Finding shows to any Stack; it lies in a module of its own.
-if importlib.util.find_spec("strop.pipelines.commands.eval_replay"):
-    _replay = importlib.import_module("strop.pipelines.commands.eval_replay")
-    app.command(name="replay")(_replay.replay)
+app.command()(replay)
