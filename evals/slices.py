@@ -85,7 +85,7 @@ def slices(trace: Trace) -> tuple[str, ...]:
         names = ["json", *(name for name in names if name != "prose")]
     if "reasoning" not in names and any(_reasons(message) for message in _messages(trace)):
         names.append("reasoning")
-    names += languages(f"{prompt}\n{answer}")
+    names += languages(f"{prompt}\n{answer}" if {"prose", "reasoning"} & set(names) else prompt)
     return (*names, context_band(len(trace.prompt_token_ids)))
 
 
@@ -112,7 +112,8 @@ def languages(text: str) -> tuple[str, ...]:
 
     Scripts as in Unicode Standard Annex 24, read from the character names.
     """
-    text = text[:_MOST_CHARACTERS]
+    # Names in code are words of no language.
+    text = " ".join(text[:_MOST_CHARACTERS].split("```")[::2])
     scripts = Counter(filter(None, map(_script, text)))
     letters = sum(scripts.values())
     if letters < _MIN_LETTERS:

@@ -1,0 +1,244 @@
+"""How far one model's next-token distributions are from another's, position by position.
+
+From whole vocabularies the distances are exact. From the k likeliest tokens that a server tells, a
+distance is known only to lie between two bounds. All sums are in float64; distances are in nats.
+
+Arrays are named by their axes: T positions, V tokens of the vocabulary, K told tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_softmax
+
+Floats = NDArray[np.float64]
+
+NO_TOKEN = -1
+"""Fills rows of token ids up to the width of the array."""
+
+RESOLUTION = 1e-6
+"""Probability below which a remainder is rounding: told log-probabilities are float32."""
+
+_WIDEST_LOG_RATIO = 40.0
+_BISECTIONS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The likeliest next tokens at T positions, as a server tells them, and the token that came."""
+
+    ids: NDArray[np.int32]
+    """[T, K + 1], likeliest first; the last column holds the token that came if it is not among them."""
+    logprobs: Floats
+    """[T, K + 1], nats; -inf where `ids` is NO_TOKEN."""
+    tokens: NDArray[np.int32]
+    """[T], the tokens that came."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def k(self) -> int:
+        return self.ids.shape[1] - 1
+
+    @property
+    def of_tokens(self) -> Floats:
+        """[T], log-probability of each token that came."""
+        return self.logprobs[np.arange(len(self)), (self.ids == self.tokens[:, None]).argmax(axis=1)]
+
+    @classmethod
+    def of_logits(cls, logits_TV: ArrayLike, tokens_T: ArrayLike, k: int) -> "TopLogprobs":
+        """What a server with these logits would tell, in float64."""
+        logprobs_TV = log_softmax(np.asarray(logits_TV, np.float64), axis=-1)
+        tokens_T = np.asarray(tokens_T, np.int32)
+        k = min(k, logprobs_TV.shape[1])
+        ids_TK = np.argsort(-logprobs_TV, axis=1, kind="stable")[:, :k].astype(np.int32)
+        told_T = (ids_TK == tokens_T[:, None]).any(axis=1)
+        ids = np.concatenate([ids_TK, np.where(told_T, NO_TOKEN, tokens_T)[:, None]], axis=1)
+        logprobs = np.take_along_axis(logprobs_TV, np.maximum(ids, 0), axis=1)
+        return cls(ids, np.where(ids == NO_TOKEN, -np.inf, logprobs), tokens_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """Distances of a candidate from a reference at T positions; every array is [T]."""
+
+    kl: Floats
+    """KL(reference || candidate); the lower bound where it is not exact."""
+    kl_upper: Floats
+    """Upper bound of the same; inf where there is none."""
+    reverse_kl: Floats
+    """KL(candidate || reference); the lower bound where it is not exact."""
+    top1: Floats
+    """1 where both find the same token likeliest, else 0."""
+    overlap: Floats
+    """Share of the reference's k likeliest tokens that are among the candidate's k likeliest."""
+    surprise: Floats
+    """Log-probability of the token that came: the reference's minus the candidate's. Its mean is the log
+    ratio of the candidate's perplexity to the reference's."""
+    unseen: Floats
+    """Reference's probability of the tokens that not both told: what is known only by bounds."""
+
+
+def full_distances(
+    reference_TV: ArrayLike, candidate_TV: ArrayLike, tokens_T: ArrayLike, k: int = 20
+) -> Distances:
+    """Exact distances from the logits or log-probabilities of the whole vocabulary.
+
+    A token that the reference gives no probability adds nothing, as 0 log 0 = 0; one that only the
+    candidate gives none makes the distance inf. Raises ValueError for arrays that do not fit each other.
+    """
+    reference_TV, candidate_TV = (
+        log_softmax(np.asarray(a, np.float64), axis=-1) for a in (reference_TV, candidate_TV)
+    )
+    tokens_T = np.asarray(tokens_T, np.int64)
+    if reference_TV.shape != candidate_TV.shape or reference_TV.shape[:1] != tokens_T.shape:
+        raise ValueError(
+            f"Logits of shape {reference_TV.shape} and {candidate_TV.shape} for {tokens_T.shape} tokens cannot be "
+            "compared: both models must have scored the same tokens with the same vocabulary."
+        )
+    kl = _kl(reference_TV, candidate_TV)
+    rows = np.arange(len(tokens_T))
+    tops = [
+        np.argsort(-a, axis=1, kind="stable")[:, :k].astype(np.int32) for a in (reference_TV, candidate_TV)
+    ]
+    return Distances(
+        kl=kl,
+        kl_upper=kl,
+        reverse_kl=_kl(candidate_TV, reference_TV),
+        top1=(tops[0][:, 0] == tops[1][:, 0]).astype(float),
+        overlap=_overlap(*tops),
+        surprise=reference_TV[rows, tokens_T] - candidate_TV[rows, tokens_T],
+        unseen=np.zeros(len(tokens_T)),
+    )
+
+
+def top_distances(
+    reference: TopLogprobs, candidate: TopLogprobs, candidate_floor: float | None = None
+) -> Distances:
+    """Bounds from the tokens that two servers tell of the same positions.
+
+    A token that a server does not tell is no likelier than its k-th. There is no upper bound in general:
+    the candidate may give almost no probability to a token that it does not tell. There is one where the
+    reference's told tokens are all it holds, and where no log-probability of the candidate lies below
+    `candidate_floor`. Raises ValueError if the two did not score the same tokens.
+    """
+    if not np.array_equal(reference.tokens, candidate.tokens):
+        raise ValueError("The two sides scored different tokens, so that their distances mean nothing.")
+    forward, backward = _Told.of(reference, candidate), _Told.of(candidate, reference)
+    return Distances(
+        kl=forward.lower(),
+        kl_upper=forward.upper(candidate_floor),
+        reverse_kl=backward.lower(),
+        top1=(reference.ids[:, 0] == candidate.ids[:, 0]).astype(float),
+        overlap=_overlap(reference.ids[:, :-1], candidate.ids[:, :-1]),
+        surprise=reference.of_tokens - candidate.of_tokens,
+        unseen=forward.unseen_T,
+    )
+
+
+def _kl(p_TV: Floats, q_TV: Floats) -> Floats:
+    """From log-probabilities. The exact value is never negative; rounding may be, by an ulp or so."""
+    with np.errstate(invalid="ignore"):
+        terms_TV = np.exp(p_TV) * (p_TV - q_TV)
+    return np.maximum(np.where(np.isneginf(p_TV), 0.0, terms_TV).sum(axis=1), 0.0)
+
+
+def _overlap(ids_TK: NDArray[np.int32], others_TK: NDArray[np.int32]) -> Floats:
+    both_TKK = (ids_TK[:, :, None] == others_TK[:, None, :]) & (ids_TK != NO_TOKEN)[:, :, None]
+    return both_TKK.any(axis=2).mean(axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What is known of distributions p and q: some tokens of both, some of p alone, some of q alone."""
+
+    both_TK: Floats
+    """p log(p / q) of the tokens that both tell; 0 elsewhere."""
+    p_only_TK: Floats
+    """p of the tokens that p alone tells; 0 elsewhere."""
+    q_only_TK: Floats
+    p_most_T1: Floats
+    """Most that p can give to a token it does not tell."""
+    q_most_T1: Floats
+    p_rest_T: Floats
+    """What p gives to all tokens it does not tell."""
+    q_rest_T: Floats
+
+    @classmethod
+    def of(cls, p: TopLogprobs, q: TopLogprobs) -> "_Told":
+        same_TKK = (p.ids[:, :, None] == q.ids[:, None, :]) & (p.ids != NO_TOKEN)[:, :, None]
+        q_log_TK = np.take_along_axis(q.logprobs, same_TKK.argmax(axis=2), axis=1)
+        p_TK, q_TK = np.exp(p.logprobs), np.exp(q.logprobs)
+        told_TK = same_TKK.any(axis=2)
+        with np.errstate(invalid="ignore"):
+            terms_TK = p_TK * (p.logprobs - q_log_TK)
+        return cls(
+            both_TK=np.where(told_TK & (p_TK > 0), terms_TK, 0.0),
+            p_only_TK=np.where(told_TK, 0.0, p_TK),
+            q_only_TK=np.where(same_TKK.any(axis=1), 0.0, q_TK),
+            p_most_T1=_least_told(p),
+            q_most_T1=_least_told(q),
+            p_rest_T=np.maximum(1.0 - p_TK.sum(axis=1), 0.0),
+            q_rest_T=np.maximum(1.0 - q_TK.sum(axis=1), 0.0),
+        )
+
+    @property
+    def unseen_T(self) -> Floats:
+        return self.p_rest_T + self.p_only_TK.sum(axis=1)
+
+    def lower(self) -> Floats:
+        """[T], the greatest lower bound of KL(p || q) that can be had from one ratio of what is not told.
+
+        For any r > 0, p log(p/q) >= p log r + p - r q. Summed over the tokens that not both tell this needs
+        their total probability alone: the log-sum inequality (Cover and Thomas, Elements of Information
+        Theory, 2nd edition, theorem 2.7.1) with the best r. A token that one side tells can be bounded more
+        closely, since the other side gives it no more than its least told one: that is Lagrange's dual of
+        minimising KL under these limits, a lower bound for every r, and bisection on its slope finds the best.
+        """
+        p_only_TK, q_only_TK = self.p_only_TK, self.q_only_TK
+        with np.errstate(divide="ignore"):
+            p_beyond_TK = np.log(p_only_TK) - np.log(self.q_most_T1)
+            q_beyond_TK = np.log(self.p_most_T1) - np.log(q_only_TK)
+        q_rest_T = self.q_rest_T + RESOLUTION
+
+        def slope(log_r_T: Floats) -> Floats:
+            r_T = np.exp(log_r_T)
+            p_taken_TK = np.minimum(self.p_most_T1, r_T[:, None] * q_only_TK)
+            q_taken_TK = np.minimum(r_T[:, None] * self.q_most_T1, p_only_TK)
+            return self.p_rest_T - p_taken_TK.sum(axis=1) + q_taken_TK.sum(axis=1) - r_T * q_rest_T
+
+        low_T = np.full(len(q_rest_T), -_WIDEST_LOG_RATIO)
+        high_T = -low_T
+        for _ in range(_BISECTIONS):
+            middle_T = (low_T + high_T) / 2
+            rises_T = slope(middle_T) > 0
+            low_T, high_T = np.where(rises_T, middle_T, low_T), np.where(rises_T, high_T, middle_T)
+        log_r_T1 = low_T[:, None]
+        p_taken_TK = np.minimum(self.p_most_T1, np.exp(log_r_T1) * q_only_TK)
+        rest_T = (
+            np.where(p_only_TK > 0, p_only_TK * np.maximum(p_beyond_TK, log_r_T1), 0.0).sum(axis=1)
+            + np.where(q_only_TK > 0, p_taken_TK * np.minimum(q_beyond_TK, log_r_T1), 0.0).sum(axis=1)
+            + (self.p_rest_T - p_taken_TK.sum(axis=1)) * low_T
+            + slope(low_T)
+        )
+        return np.maximum(self.both_TK.sum(axis=1) + rest_T, 0.0)
+
+    def upper(self, floor: float | None) -> Floats:
+        """[T]; inf where p has a remainder and nothing is known of q there."""
+        known_T = self.both_TK.sum(axis=1)
+        if floor is None:
+            return np.where(self.unseen_T <= RESOLUTION, known_T, np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            p_only_T = np.where(self.p_only_TK > 0, self.p_only_TK * np.log(self.p_only_TK), 0.0).sum(axis=1)
+            # The remainder has its least entropy in tokens as likely as one that is not told can be.
+            most_T = np.minimum(self.p_most_T1[:, 0], self.p_rest_T)
+            rest_T = np.where(self.p_rest_T > 0, self.p_rest_T * np.log(most_T), 0.0)
+        return known_T + p_only_T + rest_T - self.unseen_T * floor
+
+
+def _least_told(top: TopLogprobs) -> Floats:
+    """[T, 1], probability of the least likely of the k likeliest tokens."""
+    logprobs_TK = np.where(top.ids == NO_TOKEN, np.inf, top.logprobs)[:, :-1]
+    return np.exp(np.minimum(logprobs_TK.min(axis=1, keepdims=True), 0.0))
