@@ -146,8 +146,20 @@ def _kl(p_TV: Floats, q_TV: Floats) -> Floats:
 
 
 def _overlap(ids_TK: NDArray[np.int32], others_TK: NDArray[np.int32]) -> Floats:
-    both_TKK = (ids_TK[:, :, None] == others_TK[:, None, :]) & (ids_TK != NO_TOKEN)[:, :, None]
-    return both_TKK.any(axis=2).mean(axis=1)
+    return _find(ids_TK, others_TK)[0].sum(axis=1) / (ids_TK != NO_TOKEN).sum(axis=1)
+
+
+def _find(
+    ids_TK: NDArray[np.int32], others_TK: NDArray[np.int32]
+) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
+    """Which tokens stand in the same row of the others, and in which of their columns (0 where in none)."""
+    row_T1 = np.arange(len(ids_TK), dtype=np.int64)[:, None] << 32
+    order_TK = np.argsort(others_TK, axis=1)
+    keys = (np.take_along_axis(others_TK, order_TK, axis=1) + row_T1).ravel()
+    wanted_TK = ids_TK + row_T1
+    place_TK = np.minimum(np.searchsorted(keys, wanted_TK), len(keys) - 1)
+    found_TK = (keys[place_TK] == wanted_TK) & (ids_TK != NO_TOKEN)
+    return found_TK, np.where(found_TK, order_TK.ravel()[place_TK], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +180,15 @@ class _Told:
 
     @classmethod
     def of(cls, p: TopLogprobs, q: TopLogprobs) -> "_Told":
-        same_TKK = (p.ids[:, :, None] == q.ids[:, None, :]) & (p.ids != NO_TOKEN)[:, :, None]
-        q_log_TK = np.take_along_axis(q.logprobs, same_TKK.argmax(axis=2), axis=1)
+        told_TK, column_TK = _find(p.ids, q.ids)
+        q_log_TK = np.take_along_axis(q.logprobs, column_TK, axis=1)
         p_TK, q_TK = np.exp(p.logprobs), np.exp(q.logprobs)
-        told_TK = same_TKK.any(axis=2)
         with np.errstate(invalid="ignore"):
             terms_TK = p_TK * (p.logprobs - q_log_TK)
         return cls(
             both_TK=np.where(told_TK & (p_TK > 0), terms_TK, 0.0),
             p_only_TK=np.where(told_TK, 0.0, p_TK),
-            q_only_TK=np.where(same_TKK.any(axis=1), 0.0, q_TK),
+            q_only_TK=np.where(_find(q.ids, p.ids)[0], 0.0, q_TK),
             p_most_T1=_least_told(p),
             q_most_T1=_least_told(q),
             p_rest_T=np.maximum(1.0 - p_TK.sum(axis=1), 0.0),

@@ -1,0 +1,359 @@
+"""How far a candidate's served distributions are from a reference's, on tokens that were really said.
+
+Both servers score the same held-out token ids, so that neither sampling nor template enters the distances.
+Template and sampling are then looked at by themselves, and the candidate's engine is compared with its
+own weights computed offline (`parity`).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from strop.evals.distances import Distances, top_distances
+from strop.evals.losslessness import first_difference
+from strop.evals.observation import ARMS, Arm, Bench, EvalError, Finding, Metric, Observation, Side
+from strop.evals.parity import parity
+from strop.evals.picking import Picked, choose
+from strop.evals.probes import (
+    greedy_body,
+    greedy_is_argmax,
+    outside_nucleus,
+    sampled_body,
+    sampled_tokens,
+    sampling_excess,
+    template_probe,
+)
+from strop.evals.reference_logits import Cache, Scored, ScoreError, ask, most_logprobs, score, score_body
+from strop.evals.replay import Request, Server
+from strop.serving.client import Outcome
+from strop.serving.settings import Section
+
+Seen = Observation | Finding
+T = TypeVar("T")
+
+_WINDOW = 12
+"""Tokens shown before one that is far off."""
+_GIVE_UP_AFTER = 3
+
+METRICS = (
+    Metric("kl", "nats", "lower", "level", "divergence from the reference's next-token distribution, KL(reference || candidate)"),
+    Metric("reverse_kl", "nats", "lower", "level", "divergence the other way round, KL(candidate || reference)"),
+    Metric("top1_agreement", "", "higher", "level", "share of tokens for which it holds the same one likeliest"),
+    Metric("topk_overlap", "", "higher", "level", "share of the reference's likeliest tokens among its own"),
+    Metric("perplexity_log_ratio", "nats", "lower", "level", "log of its perplexity over the reference's on recorded answers"),
+    Metric("unseen", "", "lower", "level", "share of probability for which distances are known by bounds alone"),
+    Metric("prompt_same", "", "higher", "level", "share of requests of which it makes the same prompt tokens"),
+    Metric("greedy_is_argmax", "", "higher", "difference", "share of tokens at temperature 0 that it holds likeliest itself"),
+    Metric("sampled_gap", "nats", "higher", "difference", "sampled tokens' log-probability under the reference, less its expectation; clearly above 0 is a sampler too cold"),
+    Metric("outside_nucleus", "", "lower", "difference", "share of sampled tokens that top_p should have ruled out"),
+    Metric("parity_kl", "nats", "lower", "level", "engine's divergence from its own weights computed offline"),
+    Metric("parity_top1", "", "higher", "level", "share of tokens for which its engine and its weights computed offline agree"),
+    Metric("error", "", "lower", "difference", "share of requests that failed"),
+)  # fmt: skip
+
+
+class Fidelity(Section):
+    """Distances of the candidate's distributions from the reference's, its template, its sampling, its parity."""
+
+    name: Literal["fidelity"] = "fidelity"
+    max_requests: int = Field(default=24, ge=1)
+    """Held-out requests that are measured, of as many sessions and slices as there are."""
+    max_output_tokens: int = Field(default=300, ge=1)
+    """Tokens of an answer that are scored; the rest is left out."""
+    max_tokens: int = Field(default=24_000, ge=1)
+    """Tokens that each server has to read, prompts included: what the time depends on."""
+    top_logprobs: int = Field(default=20, ge=-1)
+    """Likeliest tokens asked of each position, as far as both Stacks' `max-logprobs` allow; -1 for the whole vocabulary."""
+    probes: int = Field(default=6, ge=0)
+    """Prompts that are answered greedily and at a temperature, to see how tokens are picked."""
+    parity: bool = True
+    """Whether the candidate's engine is compared with its weights computed offline."""
+    findings: int = Field(default=8, ge=0)
+    """Tokens with the largest distance that are shown."""
+    timeout_s: float = Field(default=120, gt=0)
+    """Longest time that one request may take."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
+
+    async def observe(self, bench: Bench) -> AsyncIterator[Seen]:
+        """Distances request by request, then template, sampling and parity, then the tokens farthest off.
+
+        Raises EvalError if no held-out trace can be scored, or the reference fails three requests in a row.
+        """
+        chosen = choose(bench.traces, self.max_requests, self.max_output_tokens, self.max_tokens)
+        if not chosen:
+            raise EvalError(
+                "No held-out trace holds a prompt that was answered with status 200, so fidelity has nothing to "
+                "measure. Record traffic with its content, or import some."
+            )
+        run = _Run.of(self, bench)
+        prompts: dict[str, list[int]] = {}
+        failed = {"reference": 0, "candidate": 0}
+        for number, picked in enumerate(chosen):
+            bench.progress(0.7 * number / len(chosen), f"{number} of {len(chosen)} requests scored")
+            if picked.request.request_id in bench.done:
+                prompts[picked.request.request_id] = picked.prompt
+                continue
+            measured = await run.request(picked)
+            for seen in measured.seen:
+                yield seen
+            for arm, error in measured.failed.items():
+                failed[arm] = failed[arm] + 1 if error else 0
+            if failed["reference"] >= _GIVE_UP_AFTER:
+                raise EvalError(
+                    f"The reference at {bench.reference.url} failed {_GIVE_UP_AFTER} requests in a row (last: "
+                    f"{measured.failed['reference']}). See its log; without a reference nothing can be compared."
+                )
+            if failed["candidate"] >= _GIVE_UP_AFTER:
+                return
+            if measured.prompt:
+                prompts[picked.request.request_id] = measured.prompt
+        probed = sorted(
+            (p for p in chosen if prompts.get(p.request.request_id)),
+            key=lambda p: len(prompts[p.request.request_id]),
+        )
+        for number, picked in enumerate(probed[: self.probes]):
+            bench.progress(0.7 + 0.2 * number / self.probes, f"{number} of {self.probes} prompts answered")
+            for seen in await run.probe(picked, prompts[picked.request.request_id], bench.seed + number):
+                yield seen
+        if self.parity:
+            bench.progress(0.9, "comparing the engine with its weights computed offline")
+            async for seen in parity(bench, self.top_logprobs, self.timeout_s):
+                yield seen
+        for finding in run.farthest(self.findings):
+            yield finding
+        bench.progress(1.0, f"fidelity measured on {len(chosen)} requests")
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    seen: list[Seen]
+    failed: dict[Arm, str | None]
+    """Why a side did not score the tokens; None if it did."""
+    prompt: list[int]
+    """Token ids that the reference makes of the request; empty if it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    options: Fidelity
+    bench: Bench
+    servers: tuple[Server, Server]
+    k: int
+    cache: Cache
+    far: list[tuple[float, Finding]] = field(default_factory=list)
+    shown: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, options: Fidelity, bench: Bench) -> "_Run":
+        return cls(
+            options=options,
+            bench=bench,
+            servers=(_server(bench.reference), _server(bench.candidate)),
+            k=most_logprobs([side.stack for side in bench.sides], options.top_logprobs),
+            cache=Cache(bench.cache / "logprobs", bench.reference.stack),
+        )
+
+    async def request(self, picked: Picked) -> _Measured:
+        """Distances and template of one request."""
+        recorded = (
+            await self._score(picked.prompt, picked.output) if picked.prompt and picked.output else None
+        )
+        prompts = await asyncio.gather(*(self._template(server, picked.request) for server in self.servers))
+        here, there = (outcome.prompt_token_ids for outcome in prompts)
+        output = picked.output
+        if recorded is None or (here and here != picked.prompt):
+            # Traffic of another model, or kept without tokens: the reference answers for itself.
+            recorded, output = await self._own_answer(here or [], prompts[0].error)
+        errors = [
+            o.error or (str(s) if isinstance(s, ScoreError) else None)
+            for o, s in zip(prompts, recorded, strict=True)
+        ]
+        seen: list[Seen] = [
+            self._observe("error", picked, (float(errors[1] is not None),), (float(errors[0] is not None),))
+        ]
+        if errors[1]:
+            seen += self._few("error", picked, f"Failed: {errors[1]}", picked.request.body)
+        if here and there:
+            seen += self._same_prompt(picked, here, there)
+        reference, candidate = recorded
+        if isinstance(reference, Scored) and isinstance(candidate, Scored):
+            distances = top_distances(reference.top, candidate.top)
+            seen += self._distances(picked, distances)
+            self._keep_farthest(picked, [*(here or picked.prompt), *output], distances, reference, candidate)
+        failed: dict[Arm, str | None] = {
+            arm: str(scored) if isinstance(scored, ScoreError) else None
+            for arm, scored in zip(ARMS, recorded, strict=True)
+        }
+        return _Measured(seen, failed, here or picked.prompt)
+
+    async def _score(self, prompt: list[int], output: list[int]) -> list[Scored | ScoreError]:
+        longest = _longest(self.bench)
+        ids = [*prompt, *output][: longest - 1] if longest else [*prompt, *output]
+        if len(ids) <= len(prompt):
+            error = ScoreError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer in a context of {longest}"
+            )
+            return [error, error]
+        timeout_s, client = self.options.timeout_s, self.bench.client
+        return await asyncio.gather(
+            _or_error(self.cache.score(client, self.servers[0], ids, len(prompt), self.k, timeout_s)),
+            _or_error(score(client, self.servers[1], ids, len(prompt), self.k, timeout_s)),
+        )
+
+    async def _template(self, server: Server, request: Request) -> Outcome:
+        return await server.answer(self.bench.client, template_probe(request), self.options.timeout_s)
+
+    async def _own_answer(
+        self, prompt: list[int], error: str | None
+    ) -> tuple[list[Scored | ScoreError], list[int]]:
+        if not prompt:
+            failure = ScoreError(error or "the server tells no prompt token ids (`return_token_ids`)")
+            return [failure, ScoreError("the reference gave nothing to score")], []
+        body = {
+            "prompt": prompt,
+            "max_tokens": self.options.max_output_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        answer = await _or_error(ask(self.bench.client, self.servers[0], body, self.options.timeout_s))
+        output = answer.get("token_ids") if isinstance(answer, dict) else None
+        if not isinstance(output, list) or not output:
+            failure = answer if isinstance(answer, ScoreError) else ScoreError("no token ids in the answer")
+            return [failure, ScoreError("the reference gave nothing to score")], []
+        return await self._score(prompt, output), output
+
+    def _observe(
+        self,
+        metric: str,
+        picked: Picked,
+        candidate: tuple[float, ...],
+        reference: tuple[float, ...] | None = None,
+        probe: str = "",
+    ) -> Observation:
+        request = picked.request
+        return Observation(
+            metric, request.request_id + probe, request.session, picked.slices, candidate, reference
+        )
+
+    def _distances(self, picked: Picked, distances: Distances) -> list[Seen]:
+        values = {
+            "kl": distances.kl,
+            "reverse_kl": distances.reverse_kl,
+            "top1_agreement": distances.top1,
+            "topk_overlap": distances.overlap,
+            "perplexity_log_ratio": distances.surprise,
+            "unseen": distances.unseen,
+        }
+        return [self._observe(name, picked, tuple(map(float, array))) for name, array in values.items()]
+
+    def _same_prompt(self, picked: Picked, here: list[int], there: list[int]) -> list[Seen]:
+        place = first_difference(here, there)
+        seen: list[Seen] = [self._observe("prompt_same", picked, (float(place is None),))]
+        if place is not None:
+            detail = (
+                f"Of the same messages the candidate makes {len(there)} prompt tokens and the reference {len(here)}; "
+                f"they part at index {place}: candidate {there[place : place + 8]}, reference {here[place : place + 8]}. "
+                "Chat template or tokenizer differ."
+            )
+            seen += self._few("template_differs", picked, detail, template_probe(picked.request).body)
+        return seen
+
+    def _few(self, kind: str, picked: Picked, detail: str, body: dict[str, Any]) -> list[Seen]:
+        """A finding, unless there were enough of its kind: the next would say the same."""
+        self.shown[kind] += 1
+        if self.shown[kind] > self.options.findings:
+            return []
+        return [self._finding(kind, picked.request.request_id, detail, body)]
+
+    def _finding(
+        self, kind: str, request_id: str, detail: str, body: dict[str, Any], answer: str = "", other: str = ""
+    ) -> Finding:
+        stack = self.bench.candidate.stack.fingerprint
+        return Finding(kind, "candidate", stack, request_id, detail, body, answer, other)
+
+    def _keep_farthest(
+        self, picked: Picked, ids: list[int], distances: Distances, reference: Scored, candidate: Scored
+    ) -> None:
+        place = int(distances.kl.argmax())
+        tokens = reference.top.tokens
+        texts = {**candidate.texts, **reference.texts}
+        window = "".join(texts.get(int(token), "") for token in tokens[max(0, place - _WINDOW) : place])
+        cut = len(ids) - len(tokens) + place
+        detail = (
+            f"Output token {place} of {len(tokens)} is {distances.kl[place]:.3f} nats off, after {window!r}: there came "
+            f"{texts.get(int(tokens[place]), '')!r}. "
+            f"Likeliest: reference {_top(reference, place)}, candidate {_top(candidate, place)}."
+        )
+        body = score_body(ids[: cut + 1], self.k)
+        finding = self._finding("far_token", picked.request.request_id, detail, body)
+        self.far.append((float(distances.kl[place]), finding))
+
+    def farthest(self, most: int) -> list[Finding]:
+        return [finding for _, finding in sorted(self.far, key=lambda far: -far[0])[:most]]
+
+    async def probe(self, picked: Picked, prompt: list[int], seed: int) -> list[Seen]:
+        """How both pick tokens after one prompt: greedily, and at a temperature."""
+        client, timeout_s, request_id = self.bench.client, self.options.timeout_s, picked.request.request_id
+        seen: list[Seen] = []
+        if f"{request_id}/greedy" not in self.bench.done:
+            asked = (_or_error(greedy_is_argmax(client, s, prompt, timeout_s)) for s in self.servers)
+            here, there = await asyncio.gather(*asked)
+            seen += self._probe_errors(picked, "/greedy", here, there, greedy_body(prompt))
+            if isinstance(here, tuple) and isinstance(there, tuple):
+                seen.append(self._observe("greedy_is_argmax", picked, there, here, "/greedy"))
+                if wrong := there.count(0.0):
+                    detail = f"{wrong} of {len(there)} tokens at temperature 0 were not the likeliest by its own log-probabilities."
+                    seen += self._few("not_greedy", picked, detail, greedy_body(prompt))
+        if f"{request_id}/sampled" not in self.bench.done:
+            drawn = [_or_error(self._drawn(s, prompt, seed)) for s in self.servers]
+            here, there = await asyncio.gather(*drawn)
+            seen += self._probe_errors(picked, "/sampled", here, there, sampled_body(prompt, seed))
+            if isinstance(here, Scored) and isinstance(there, Scored):
+                for name, of in (("sampled_gap", sampling_excess), ("outside_nucleus", outside_nucleus)):
+                    values = (tuple(map(float, of(scored.top))) for scored in (there, here))
+                    seen.append(self._observe(name, picked, *values, "/sampled"))
+        return seen
+
+    async def _drawn(self, server: Server, prompt: list[int], seed: int) -> Scored:
+        """What a server draws, scored by the reference."""
+        client, timeout_s = self.bench.client, self.options.timeout_s
+        tokens = await sampled_tokens(client, server, prompt, seed, timeout_s)
+        return await self.cache.score(
+            client, self.servers[0], [*prompt, *tokens], len(prompt), self.k, timeout_s
+        )
+
+    def _probe_errors(
+        self, picked: Picked, probe: str, here: object, there: object, body: dict[str, Any]
+    ) -> list[Seen]:
+        failed = [isinstance(side, ScoreError) for side in (there, here)]
+        seen: list[Seen] = [self._observe("error", picked, (float(failed[0]),), (float(failed[1]),), probe)]
+        return seen + (self._few("error", picked, f"Failed: {there}", body) if failed[0] else [])
+
+
+async def _or_error(asked: Awaitable[T]) -> T | ScoreError:
+    try:
+        return await asked
+    except ScoreError as error:
+        return error
+
+
+def _server(side: Side) -> Server:
+    return Server(side.url, side.model)
+
+
+def _longest(bench: Bench) -> int | None:
+    """The shorter of both contexts, tokens, where a Stack says."""
+    lengths = [side.stack.engine.args.get("max-model-len") for side in bench.sides]
+    return min((int(n) for n in lengths if isinstance(n, int | str) and str(n).isdigit()), default=None)
+
+
+def _top(scored: Scored, place: int) -> str:
+    token = int(scored.top.ids[place, 0])
+    text = scored.texts.get(token) or f"token {token}"
+    return f"{text!r} ({np.exp(scored.top.logprobs[place, 0]):.1%})"
