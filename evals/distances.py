@@ -168,12 +168,12 @@ class _Told:
 
     both_TK: Floats
     """p log(p / q) of the tokens that both tell; 0 elsewhere."""
-    p_only_TK: Floats
-    """p of the tokens that p alone tells; 0 elsewhere."""
-    q_only_TK: Floats
-    p_most_T1: Floats
-    """Most that p can give to a token it does not tell."""
-    q_most_T1: Floats
+    p_only_log_TK: Floats
+    """log p of the tokens that p alone tells; -inf elsewhere."""
+    q_only_log_TK: Floats
+    p_most_log_T1: Floats
+    """Log of the most that p can give to a token it does not tell."""
+    q_most_log_T1: Floats
     p_rest_T: Floats
     """What p gives to all tokens it does not tell."""
     q_rest_T: Floats
@@ -187,17 +187,17 @@ class _Told:
             terms_TK = p_TK * (p.logprobs - q_log_TK)
         return cls(
             both_TK=np.where(told_TK & (p_TK > 0), terms_TK, 0.0),
-            p_only_TK=np.where(told_TK, 0.0, p_TK),
-            q_only_TK=np.where(_find(q.ids, p.ids)[0], 0.0, q_TK),
-            p_most_T1=_least_told(p),
-            q_most_T1=_least_told(q),
+            p_only_log_TK=np.where(told_TK, -np.inf, p.logprobs),
+            q_only_log_TK=np.where(_find(q.ids, p.ids)[0], -np.inf, q.logprobs),
+            p_most_log_T1=_least_told(p),
+            q_most_log_T1=_least_told(q),
             p_rest_T=np.maximum(1.0 - p_TK.sum(axis=1), 0.0),
             q_rest_T=np.maximum(1.0 - q_TK.sum(axis=1), 0.0),
         )
 
     @property
     def unseen_T(self) -> Floats:
-        return self.p_rest_T + self.p_only_TK.sum(axis=1)
+        return self.p_rest_T + np.exp(self.p_only_log_TK).sum(axis=1)
 
     def lower(self) -> Floats:
         """[T], the greatest lower bound of KL(p || q) that can be had from one ratio of what is not told.
@@ -208,48 +208,53 @@ class _Told:
         closely, since the other side gives it no more than its least told one: that is Lagrange's dual of
         minimising KL under these limits, a lower bound for every r, and bisection on its slope finds the best.
         """
-        p_only_TK, q_only_TK = self.p_only_TK, self.q_only_TK
-        with np.errstate(divide="ignore"):
-            p_beyond_TK = np.log(p_only_TK) - np.log(self.q_most_T1)
-            q_beyond_TK = np.log(self.p_most_T1) - np.log(q_only_TK)
+        p_only_TK = np.exp(self.p_only_log_TK)
         q_rest_T = self.q_rest_T + RESOLUTION
 
-        def slope(log_r_T: Floats) -> Floats:
-            r_T = np.exp(log_r_T)
-            p_taken_TK = np.minimum(self.p_most_T1, r_T[:, None] * q_only_TK)
-            q_taken_TK = np.minimum(r_T[:, None] * self.q_most_T1, p_only_TK)
-            return self.p_rest_T - p_taken_TK.sum(axis=1) + q_taken_TK.sum(axis=1) - r_T * q_rest_T
+        def p_taken(log_r_T1: Floats) -> Floats:
+            """What the q-only tokens have of p: r times q, or as much as they can."""
+            return np.exp(np.minimum(self.p_most_log_T1, log_r_T1 + self.q_only_log_TK))
 
-        low_T = np.full(len(q_rest_T), -_WIDEST_LOG_RATIO)
-        high_T = -low_T
+        def slope(log_r_T1: Floats) -> Floats:
+            q_taken_TK = np.minimum(np.exp(log_r_T1 + self.q_most_log_T1), p_only_TK)
+            left_T = self.p_rest_T - p_taken(log_r_T1).sum(axis=1)
+            return left_T + q_taken_TK.sum(axis=1) - np.exp(log_r_T1[:, 0]) * q_rest_T
+
+        low_T1 = np.full((len(q_rest_T), 1), -_WIDEST_LOG_RATIO)
+        high_T1 = -low_T1
         for _ in range(_BISECTIONS):
-            middle_T = (low_T + high_T) / 2
-            rises_T = slope(middle_T) > 0
-            low_T, high_T = np.where(rises_T, middle_T, low_T), np.where(rises_T, high_T, middle_T)
-        log_r_T1 = low_T[:, None]
-        p_taken_TK = np.minimum(self.p_most_T1, np.exp(log_r_T1) * q_only_TK)
-        rest_T = (
-            np.where(p_only_TK > 0, p_only_TK * np.maximum(p_beyond_TK, log_r_T1), 0.0).sum(axis=1)
-            + np.where(q_only_TK > 0, p_taken_TK * np.minimum(q_beyond_TK, log_r_T1), 0.0).sum(axis=1)
-            + (self.p_rest_T - p_taken_TK.sum(axis=1)) * low_T
-            + slope(low_T)
+            middle_T1 = (low_T1 + high_T1) / 2
+            rises_T1 = slope(middle_T1)[:, None] > 0
+            low_T1, high_T1 = np.where(rises_T1, middle_T1, low_T1), np.where(rises_T1, high_T1, middle_T1)
+        p_taken_TK = p_taken(low_T1)
+        p_log_TK, q_log_TK = (
+            np.where(np.isneginf(a), 0.0, a) for a in (self.p_only_log_TK, self.q_only_log_TK)
         )
-        return np.maximum(self.both_TK.sum(axis=1) + rest_T, 0.0)
+        rest_T = (
+            (p_only_TK * np.maximum(p_log_TK - self.q_most_log_T1, low_T1)).sum(axis=1)
+            + (p_taken_TK * np.minimum(self.p_most_log_T1 - q_log_TK, low_T1)).sum(axis=1)
+            + (self.p_rest_T - p_taken_TK.sum(axis=1)) * low_T1[:, 0]
+            + slope(low_T1)
+        )
+        q_unseen_T = self.q_rest_T + np.exp(self.q_only_log_TK).sum(axis=1)
+        nothing_T = np.maximum(self.unseen_T, q_unseen_T) <= RESOLUTION
+        return np.maximum(self.both_TK.sum(axis=1) + np.where(nothing_T, 0.0, rest_T), 0.0)
 
     def upper(self, floor: float | None) -> Floats:
         """[T]; inf where p has a remainder and nothing is known of q there."""
         known_T = self.both_TK.sum(axis=1)
         if floor is None:
             return np.where(self.unseen_T <= RESOLUTION, known_T, np.inf)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            p_only_T = np.where(self.p_only_TK > 0, self.p_only_TK * np.log(self.p_only_TK), 0.0).sum(axis=1)
-            # The remainder has its least entropy in tokens as likely as one that is not told can be.
-            most_T = np.minimum(self.p_most_T1[:, 0], self.p_rest_T)
-            rest_T = np.where(self.p_rest_T > 0, self.p_rest_T * np.log(most_T), 0.0)
-        return known_T + p_only_T + rest_T - self.unseen_T * floor
+        p_log_TK = np.where(np.isneginf(self.p_only_log_TK), 0.0, self.p_only_log_TK)
+        p_only_T = (np.exp(self.p_only_log_TK) * p_log_TK).sum(axis=1)
+        # The remainder has its least entropy in tokens as likely as one that is not told can be.
+        most_log_T = np.minimum(
+            self.p_most_log_T1[:, 0], np.log(np.maximum(self.p_rest_T, np.finfo(float).tiny))
+        )
+        return known_T + p_only_T + self.p_rest_T * most_log_T - self.unseen_T * floor
 
 
 def _least_told(top: TopLogprobs) -> Floats:
-    """[T, 1], probability of the least likely of the k likeliest tokens."""
-    logprobs_TK = np.where(top.ids == NO_TOKEN, np.inf, top.logprobs)[:, :-1]
-    return np.exp(np.minimum(logprobs_TK.min(axis=1, keepdims=True), 0.0))
+    """[T, 1], log-probability of the least likely of the k likeliest tokens."""
+    logprobs_TK = np.where(np.isneginf(top.logprobs), np.inf, top.logprobs)[:, :-1]
+    return np.minimum(logprobs_TK.min(axis=1, keepdims=True), 0.0)

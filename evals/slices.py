@@ -93,11 +93,14 @@ def content_slices(answer: str) -> tuple[str, ...]:
     """`json`, `code`, `reasoning`, or else `prose`."""
     answer = answer[:_MOST_CHARACTERS]
     names = []
+    reasons = any(tag in answer for tag in _THINKING)
+    for tag in _THINKING if reasons else ():
+        answer = answer.replace(tag, "")
     if _is_json(answer):
         names.append("json")
     elif _holds_code(answer):
         names.append("code")
-    if any(tag in answer for tag in _THINKING):
+    if reasons:
         names.append("reasoning")
     return tuple(names) or ("prose",)
 

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from scipy.special import log_softmax, rel_entr
 from scipy.stats import entropy
 
-from strop.evals.distances import NO_TOKEN, TopLogprobs, full_distances, top_distances
+from strop.evals.distances import NO_TOKEN, RESOLUTION, TopLogprobs, full_distances, top_distances
 
 ROUNDING = 5e-5
 """What `RESOLUTION` of probability may cost at the ratios that come up here."""
@@ -73,7 +73,7 @@ def test_the_lower_bound_is_no_worse_than_one_lumped_remainder(k, seed, vocab, s
         told = set(tops[0].ids[row]) & set(tops[1].ids[row]) - {NO_TOKEN}
         rest = [token for token in range(vocab) if token not in told]
         lumped = rel_entr(p[row, list(told)], q[row, list(told)]).sum() + rel_entr(
-            p[row, rest].sum(), q[row, rest].sum()
+            p[row, rest].sum(), q[row, rest].sum() + RESOLUTION
         )
         assert top_distances(*tops).kl[row] >= lumped - ROUNDING
 
@@ -115,7 +115,7 @@ def test_no_upper_bound_where_the_reference_has_a_remainder() -> None:
     top = TopLogprobs.of_logits(logits, [3], 5)
     found = top_distances(top, top)
     assert found.kl_upper[0] == np.inf
-    assert found.unseen[0] == pytest.approx(44 / 50)
+    assert found.unseen[0] == pytest.approx(45 / 50)
     assert top_distances(top, top, candidate_floor=np.log(1 / 50)).kl_upper[0] == pytest.approx(0, abs=1e-9)
 
 
@@ -139,6 +139,8 @@ def test_exact_to_a_millionth_on_a_model(tiny_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    # Random weights make every token as likely as any other, which no served model does.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 40)
     ids = torch.randint(3, 512, (1, 96), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         reference = model(ids).logits[0].double()
@@ -150,7 +152,7 @@ def test_exact_to_a_millionth_on_a_model(tiny_model: Path) -> None:
     found = full_distances(reference.numpy(), candidate.numpy(), tokens)
     np.testing.assert_allclose(found.kl, expected.numpy(), atol=1e-6, rtol=0)
     np.testing.assert_allclose(found.kl, entropy(p.numpy(), q.numpy(), axis=1), atol=1e-6, rtol=0)
-    assert expected.mean() > 1e-5
+    assert expected.mean() > 1e-3
     for k in (1, 20, 512):
         tops = [TopLogprobs.of_logits(logits.numpy(), tokens, k) for logits in (reference, candidate)]
         bound = top_distances(*tops)
