@@ -6,6 +6,7 @@ distance is known only to lie between two bounds. All sums are in float64; dista
 Arrays are named by their axes: T positions, V tokens of the vocabulary, K told tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,21 @@ RESOLUTION = 1e-6
 
 _WIDEST_LOG_RATIO = 40.0
 _BISECTIONS = 50
+
+
+Row = tuple[list[tuple[int, float]], tuple[int, float]]
+"""Told tokens and their log-probabilities, likeliest first, and the one that came if it is not among them."""
+
+
+def row_of(told: list[tuple[int, float]], token: int, k: int) -> Row:
+    """The row of one position, from all that was told of it, likeliest first. Raises ValueError without the token."""
+    top = told[:k] if k >= 0 else told
+    if any(known == token for known, _ in top):
+        return top, (NO_TOKEN, -np.inf)
+    for known in told:
+        if known[0] == token:
+            return top, known
+    raise ValueError(f"nothing is told of token {token}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,17 @@ class TopLogprobs:
     def of_tokens(self) -> Floats:
         """[T], log-probability of each token that came."""
         return self.logprobs[np.arange(len(self)), (self.ids == self.tokens[:, None]).argmax(axis=1)]
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row], tokens: Sequence[int]) -> "TopLogprobs":
+        """What a server told, one row a position. Raises ValueError for numbers that are no log-probabilities."""
+        width = max((len(top) for top, _ in rows), default=1)
+        padding = [(NO_TOKEN, -np.inf)] * width
+        table = np.array([[*(top + padding)[:width], came] for top, came in rows], float)
+        table = table.reshape(len(rows), width + 1, 2)
+        if np.isnan(table).any() or (table[..., 1] > 1e-3).any() or (np.isneginf(table[:, 0, 1])).any():
+            raise ValueError("some of the log-probabilities are none")
+        return cls(table[..., 0].astype(np.int32), table[..., 1], np.array(tokens, np.int32))
 
     @classmethod
     def of_logits(cls, logits_TV: ArrayLike, tokens_T: ArrayLike, k: int) -> "TopLogprobs":

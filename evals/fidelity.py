@@ -14,17 +14,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field
 
-from strop.evals.distances import Distances, top_distances
+from strop.evals.distances import Distances, TopLogprobs, top_distances
 from strop.evals.losslessness import first_difference
 from strop.evals.observation import ARMS, Arm, Bench, EvalError, Finding, Metric, Observation, Side
 from strop.evals.parity import parity
 from strop.evals.picking import Picked, choose
 from strop.evals.probes import (
-    greedy_body,
+    SAMPLED_LOGPROBS,
     greedy_is_argmax,
     outside_nucleus,
+    sampled,
     sampled_body,
-    sampled_tokens,
     sampling_excess,
     template_probe,
 )
@@ -39,6 +39,9 @@ T = TypeVar("T")
 _WINDOW = 12
 """Tokens shown before one that is far off."""
 _GIVE_UP_AFTER = 3
+_AT_ONCE = 4
+SAMPLED = "/sampled"
+"""What the id of a request ends with whose answer was sampled."""
 
 METRICS = (
     Metric("kl", "nats", "lower", "level", "divergence from the reference's next-token distribution, KL(reference || candidate)"),
@@ -69,8 +72,8 @@ class Fidelity(Section):
     """Tokens that each server has to read, prompts included: what the time depends on."""
     top_logprobs: int = Field(default=20, ge=-1)
     """Likeliest tokens asked of each position, as far as both Stacks' `max-logprobs` allow; -1 for the whole vocabulary."""
-    probes: int = Field(default=6, ge=0)
-    """Prompts that are answered greedily and at a temperature, to see how tokens are picked."""
+    probes: int = Field(default=12, ge=0)
+    """Prompts that are answered at a temperature as well, to see how tokens are drawn; the shortest ones."""
     parity: bool = True
     """Whether the candidate's engine is compared with its weights computed offline."""
     findings: int = Field(default=8, ge=0)
@@ -113,14 +116,19 @@ class Fidelity(Section):
                 return
             if measured.prompt:
                 prompts[picked.request.request_id] = measured.prompt
-        probed = sorted(
-            (p for p in chosen if prompts.get(p.request.request_id)),
-            key=lambda p: len(prompts[p.request.request_id]),
-        )
-        for number, picked in enumerate(probed[: self.probes]):
-            bench.progress(0.7 + 0.2 * number / self.probes, f"{number} of {self.probes} prompts answered")
-            for seen in await run.probe(picked, prompts[picked.request.request_id], bench.seed + number):
-                yield seen
+        probed = [p for p in chosen if prompts.get(p.request.request_id)]
+        probed.sort(key=lambda p: len(prompts[p.request.request_id]))
+        waiting = [
+            (picked, prompts[picked.request.request_id], bench.seed + number)
+            for number, picked in enumerate(probed[: self.probes])
+            if picked.request.request_id + SAMPLED not in bench.done
+        ]
+        for start in range(0, len(waiting), _AT_ONCE):
+            bench.progress(0.7 + 0.2 * start / len(waiting), f"{start} of {len(waiting)} prompts answered")
+            batch = waiting[start : start + _AT_ONCE]
+            for many in await asyncio.gather(*(run.probe(*probe) for probe in batch)):
+                for seen in many:
+                    yield seen
         if self.parity:
             bench.progress(0.9, "comparing the engine with its weights computed offline")
             async for seen in parity(bench, self.top_logprobs, self.timeout_s):
@@ -145,6 +153,7 @@ class _Run:
     bench: Bench
     servers: tuple[Server, Server]
     k: int
+    sampled_k: int
     cache: Cache
     far: list[tuple[float, Finding]] = field(default_factory=list)
     shown: Counter[str] = field(default_factory=Counter)
@@ -156,6 +165,7 @@ class _Run:
             bench=bench,
             servers=(_server(bench.reference), _server(bench.candidate)),
             k=most_logprobs([side.stack for side in bench.sides], options.top_logprobs),
+            sampled_k=most_logprobs([side.stack for side in bench.sides], SAMPLED_LOGPROBS),
             cache=Cache(bench.cache / "logprobs", bench.reference.stack),
         )
 
@@ -179,6 +189,7 @@ class _Run:
         ]
         if errors[1]:
             seen += self._few("error", picked, f"Failed: {errors[1]}", picked.request.body)
+        seen += self._picks_likeliest(picked, *prompts)
         if here and there:
             seen += self._same_prompt(picked, here, there)
         reference, candidate = recorded
@@ -264,6 +275,19 @@ class _Run:
             seen += self._few("template_differs", picked, detail, template_probe(picked.request).body)
         return seen
 
+    def _picks_likeliest(self, picked: Picked, here: Outcome, there: Outcome) -> list[Seen]:
+        probe = template_probe(picked.request)
+        ours, theirs = greedy_is_argmax(probe, there), greedy_is_argmax(probe, here)
+        if not ours or not theirs:
+            return []
+        seen: list[Seen] = [self._observe("greedy_is_argmax", picked, ours, theirs)]
+        if wrong := ours.count(0.0):
+            detail = (
+                f"{wrong} of {len(ours)} tokens at temperature 0 were not the likeliest by its own account."
+            )
+            seen += self._few("not_greedy", picked, detail, probe.body)
+        return seen
+
     def _few(self, kind: str, picked: Picked, detail: str, body: dict[str, Any]) -> list[Seen]:
         """A finding, unless there were enough of its kind: the next would say the same."""
         self.shown[kind] += 1
@@ -298,42 +322,36 @@ class _Run:
         return [finding for _, finding in sorted(self.far, key=lambda far: -far[0])[:most]]
 
     async def probe(self, picked: Picked, prompt: list[int], seed: int) -> list[Seen]:
-        """How both pick tokens after one prompt: greedily, and at a temperature."""
-        client, timeout_s, request_id = self.bench.client, self.options.timeout_s, picked.request.request_id
-        seen: list[Seen] = []
-        if f"{request_id}/greedy" not in self.bench.done:
-            asked = (_or_error(greedy_is_argmax(client, s, prompt, timeout_s)) for s in self.servers)
-            here, there = await asyncio.gather(*asked)
-            seen += self._probe_errors(picked, "/greedy", here, there, greedy_body(prompt))
-            if isinstance(here, tuple) and isinstance(there, tuple):
-                seen.append(self._observe("greedy_is_argmax", picked, there, here, "/greedy"))
-                if wrong := there.count(0.0):
-                    detail = f"{wrong} of {len(there)} tokens at temperature 0 were not the likeliest by its own log-probabilities."
-                    seen += self._few("not_greedy", picked, detail, greedy_body(prompt))
-        if f"{request_id}/sampled" not in self.bench.done:
-            drawn = [_or_error(self._drawn(s, prompt, seed)) for s in self.servers]
-            here, there = await asyncio.gather(*drawn)
-            seen += self._probe_errors(picked, "/sampled", here, there, sampled_body(prompt, seed))
-            if isinstance(here, Scored) and isinstance(there, Scored):
-                for name, of in (("sampled_gap", sampling_excess), ("outside_nucleus", outside_nucleus)):
-                    values = (tuple(map(float, of(scored.top))) for scored in (there, here))
-                    seen.append(self._observe(name, picked, *values, "/sampled"))
+        """Tokens that both draw at a temperature after one prompt, by their likelihood under the reference."""
+        client, timeout_s = self.bench.client, self.options.timeout_s
+        here, there = await asyncio.gather(
+            *(
+                _or_error(sampled(client, server, prompt, seed, self.sampled_k, timeout_s))
+                for server in self.servers
+            )
+        )
+        if isinstance(here, TopLogprobs) and isinstance(there, TopLogprobs):
+            there = await self._under_reference(prompt, here, there)
+        failed = [isinstance(side, ScoreError) for side in (there, here)]
+        seen: list[Seen] = [self._observe("error", picked, (float(failed[0]),), (float(failed[1]),), SAMPLED)]
+        if failed[0]:
+            seen += self._few("error", picked, f"Failed: {there}", sampled_body(prompt, seed, self.sampled_k))
+        if isinstance(here, TopLogprobs) and isinstance(there, TopLogprobs):
+            for name, of in (("sampled_gap", sampling_excess), ("outside_nucleus", outside_nucleus)):
+                values = (tuple(map(float, of(top))) for top in (there, here))
+                seen.append(self._observe(name, picked, *values, SAMPLED))
         return seen
 
-    async def _drawn(self, server: Server, prompt: list[int], seed: int) -> Scored:
-        """What a server draws, scored by the reference."""
+    async def _under_reference(
+        self, prompt: list[int], here: TopLogprobs, there: TopLogprobs
+    ) -> TopLogprobs | ScoreError:
+        """The candidate's tokens, scored by the reference."""
+        if np.array_equal(here.tokens, there.tokens):
+            return here
         client, timeout_s = self.bench.client, self.options.timeout_s
-        tokens = await sampled_tokens(client, server, prompt, seed, timeout_s)
-        return await self.cache.score(
-            client, self.servers[0], [*prompt, *tokens], len(prompt), self.k, timeout_s
-        )
-
-    def _probe_errors(
-        self, picked: Picked, probe: str, here: object, there: object, body: dict[str, Any]
-    ) -> list[Seen]:
-        failed = [isinstance(side, ScoreError) for side in (there, here)]
-        seen: list[Seen] = [self._observe("error", picked, (float(failed[0]),), (float(failed[1]),), probe)]
-        return seen + (self._few("error", picked, f"Failed: {there}", body) if failed[0] else [])
+        ids = [*prompt, *map(int, there.tokens)]
+        scored = await _or_error(score(client, self.servers[0], ids, len(prompt), self.sampled_k, timeout_s))
+        return scored.top if isinstance(scored, Scored) else scored
 
 
 async def _or_error(asked: Awaitable[T]) -> T | ScoreError:

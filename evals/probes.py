@@ -1,6 +1,6 @@
 """Small requests that show how a server makes its prompts and picks its tokens.
 
-All but the template's are completions of given token ids, so that neither template nor tokenizer enters.
+Sampled answers are completions of given token ids, so that neither template nor tokenizer enters.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,14 @@ from typing import Any
 import httpx
 import numpy as np
 
-from strop.evals.distances import NO_TOKEN, Floats, TopLogprobs
+from strop.evals.distances import NO_TOKEN, Floats, TopLogprobs, row_of
 from strop.evals.reference_logits import ScoreError, ask
 from strop.evals.replay import Request, Server
+from strop.serving.client import Outcome
 
-GREEDY_TOKENS = 16
-SAMPLED_TOKENS = 32
+GREEDY_TOKENS = 4
+SAMPLED_TOKENS = 16
+SAMPLED_LOGPROBS = 20
 TEMPERATURE = 0.7
 TOP_P = 0.9
 _NUCLEUS_MARGIN = 0.02
@@ -31,64 +33,60 @@ _OF_THE_PROMPT = frozenset(
 
 
 def template_probe(request: Request) -> Request:
-    """The request with one token to answer: it shows which tokens the server makes of the messages."""
+    """The request, greedy and short: it shows what prompt the server makes of the messages, and how it begins."""
     kept = {name: value for name, value in request.body.items() if name in _OF_THE_PROMPT}
-    extra = {"max_tokens": 1, "temperature": 0, "stream": False, "return_token_ids": True}
+    extra = {"max_tokens": GREEDY_TOKENS, "temperature": 0, "stream": False, "return_token_ids": True}
+    if request.endpoint == "chat":
+        extra |= {"logprobs": True, "top_logprobs": 1}
     return replace(request, body={**kept, **extra})
 
 
-def greedy_body(prompt: Sequence[int]) -> dict[str, Any]:
-    return {
-        "prompt": list(prompt),
-        "max_tokens": GREEDY_TOKENS,
-        "temperature": 0,
-        "logprobs": 1,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+def greedy_is_argmax(probe: Request, outcome: Outcome) -> tuple[float, ...]:
+    """For each token of a greedy answer: 1 if the server itself holds none to be likelier, else 0.
+
+    Empty where the server does not say, or a tool's grammar may have forbidden the likeliest token.
+    """
+    if probe.body.get("tools") and probe.body.get("tool_choice") != "none":
+        return ()
+    try:
+        return tuple(
+            float(entry["logprob"] >= max(top["logprob"] for top in entry["top_logprobs"]) - _ROUNDING)
+            for entry in outcome.logprobs or ()
+        )
+    except (ValueError, KeyError, TypeError):
+        return ()
 
 
-def sampled_body(prompt: Sequence[int], seed: int) -> dict[str, Any]:
+def sampled_body(prompt: Sequence[int], seed: int, k: int) -> dict[str, Any]:
     return {
         "prompt": list(prompt),
         "max_tokens": SAMPLED_TOKENS,
         "temperature": TEMPERATURE,
         "top_p": TOP_P,
         "seed": seed,
+        "logprobs": k,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
     }
 
 
-async def greedy_is_argmax(
-    client: httpx.AsyncClient, server: Server, prompt: Sequence[int], timeout_s: float
-) -> tuple[float, ...]:
-    """For each token answered at temperature 0: 1 if the server itself holds none to be likelier, else 0.
+async def sampled(
+    client: httpx.AsyncClient, server: Server, prompt: Sequence[int], seed: int, k: int, timeout_s: float
+) -> TopLogprobs:
+    """Tokens drawn at `TEMPERATURE` and `TOP_P`, with the server's own k log-probabilities before either.
 
     Raises ScoreError.
     """
-    choice = await ask(client, server, greedy_body(prompt), timeout_s)
+    choice = await ask(client, server, sampled_body(prompt, seed, k), timeout_s)
     try:
-        logprobs = choice["logprobs"]
-        found = [
-            float(own >= max(top.values()) - _ROUNDING)
-            for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tokens = [int(token) for token in choice["token_ids"]]
+        rows = []
+        for token, entry in zip(tokens, choice["logprobs"]["top_logprobs"], strict=True):
+            known = [(int(name.removeprefix("token_id:")), float(logprob)) for name, logprob in entry.items()]
+            rows.append(row_of(sorted(known, key=lambda one: -one[1])[: k + 1], token, k))
+        return TopLogprobs.of_rows(rows, tokens)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ScoreError(f"no log-probabilities in the answer ({type(error).__name__}: {error})") from None
-    if not found:
-        raise ScoreError("no token in the answer")
-    return tuple(found)
-
-
-async def sampled_tokens(
-    client: httpx.AsyncClient, server: Server, prompt: Sequence[int], seed: int, timeout_s: float
-) -> list[int]:
-    """Tokens drawn at `TEMPERATURE` and `TOP_P`. Raises ScoreError."""
-    choice = await ask(client, server, sampled_body(prompt, seed), timeout_s)
-    tokens = choice.get("token_ids")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, int) for token in tokens):
-        raise ScoreError("no token ids in the answer: the engine must know `return_token_ids`")
-    return tokens
 
 
 def sampling_excess(top: TopLogprobs, temperature: float = TEMPERATURE, top_p: float = TOP_P) -> Floats:

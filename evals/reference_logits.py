@@ -19,7 +19,7 @@ import orjson
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from strop.evals.distances import NO_TOKEN, TopLogprobs
+from strop.evals.distances import TopLogprobs, row_of
 from strop.evals.replay import Server
 from strop.serving.client import CONNECT_TIMEOUT_S, MAX_ERROR_BYTES, PATHS, auth_headers
 from strop.serving.home import write_atomic
@@ -122,20 +122,13 @@ def _parse(entries: list[dict[str, Any] | None], token_ids: Sequence[int], start
         if entry is None:
             raise ValueError("a position without log-probabilities")
         told = sorted((int(v["rank"]), int(i), float(v["logprob"])) for i, v in entry.items())
-        top = [(i, logprob) for rank, i, logprob in told if k == WHOLE_VOCABULARY or rank <= k]
-        came = next((i, logprob) for _, i, logprob in told if i == token)
-        rows.append((top, (NO_TOKEN, -np.inf) if came in top else came))
-        for known in (token, top[0][0]):
+        # The token that came is told as well; its rank says whether it is one of the k likeliest.
+        within = k if k < 0 else sum(rank <= k for rank, _, _ in told)
+        row = row_of([(i, logprob) for _, i, logprob in told], token, within)
+        rows.append(row)
+        for known in (token, row[0][0][0]):
             texts[known] = str(entry[str(known)].get("decoded_token") or "")[:100]
-    width = max((len(top) for top, _ in rows), default=1)
-    padding = [(NO_TOKEN, -np.inf)] * width
-    table = np.array([[*(top + padding)[:width], came] for top, came in rows]).reshape(-1, width + 1, 2)
-    logprobs = table[..., 1]
-    if np.isnan(logprobs).any() or (logprobs > 1e-3).any():
-        raise ValueError("log-probabilities that are none")
-    return Scored(
-        TopLogprobs(table[..., 0].astype(np.int32), logprobs, np.array(token_ids[start:], np.int32)), texts
-    )
+    return Scored(TopLogprobs.of_rows(rows, token_ids[start:]), texts)
 
 
 @dataclass(frozen=True, slots=True)

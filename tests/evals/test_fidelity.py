@@ -80,17 +80,24 @@ class FakeServer:
             "prompt_token_ids": prompt,
             "finish_reason": "length",
         }
+        rows = self.logprobs([*prompt, *tokens][len(prompt) - 1 : -1])
         if "messages" in body:
-            return httpx.Response(200, json={"choices": [{**choice, "message": {"content": "x"}}]})
+            entries = [
+                {"logprob": float(row[token]), "top_logprobs": [{"logprob": float(row.max())}]}
+                for token, row in zip(tokens, rows, strict=True)
+            ]
+            whole = {**choice, "message": {"content": "x"}, "logprobs": {"content": entries}}
+            return httpx.Response(200, json={"choices": [whole], "prompt_token_ids": prompt})
         choice["text"] = "x"
         if (k := body.get("prompt_logprobs")) is not None:
             entries = zip(prompt[1:], self.logprobs(prompt[:-1]), strict=True)
             choice["prompt_logprobs"] = [None, *(told(token, row, k) for token, row in entries)]
-        if body.get("logprobs"):
-            rows = self.logprobs([*prompt, *tokens][len(prompt) - 1 : -1])
+        if k := body.get("logprobs"):
+            shown = (told(token, row, k) for token, row in zip(tokens, rows, strict=True))
             choice["logprobs"] = {
-                "token_logprobs": [float(row[token]) for token, row in zip(tokens, rows, strict=True)],
-                "top_logprobs": [{f"token_id:{int(row.argmax())}": float(row.max())} for row in rows],
+                "top_logprobs": [
+                    {f"token_id:{i}": one["logprob"] for i, one in entry.items()} for entry in shown
+                ]
             }
         return httpx.Response(200, json={"choices": [choice]})
 
@@ -271,13 +278,13 @@ def test_the_reference_is_scored_once_and_what_is_done_is_not_asked_again(tmp_pa
     assert sum("prompt_logprobs" in body for body in server.asked) == 8
 
     candidate = FakeServer()
-    done = frozenset({"r0", "r1", "r2/greedy", "r2/sampled"})
+    done = frozenset({"r0", "r1", "r2/sampled"})
     rest = measure(server, candidate, heldout, tmp_path, done=done, probes=4)
     assert {o.request_id for o in rest.observations if o.metric == "kl"} == {"r2", "r3"}
-    assert {o.request_id for o in rest.observations if o.metric == "greedy_is_argmax"} == {
-        "r0/greedy",
-        "r1/greedy",
-        "r3/greedy",
+    assert {o.request_id for o in rest.observations if o.metric == "sampled_gap"} == {
+        "r0/sampled",
+        "r1/sampled",
+        "r3/sampled",
     }
 
 
