@@ -21,6 +21,8 @@ NO_TOKEN = -1
 RESOLUTION = 1e-6
 """Probability below which a remainder is rounding: told log-probabilities are float32."""
 
+_UNLIKELIEST = -30.0
+"""The likeliest of e^30 tokens can be no less likely than that."""
 _WIDEST_LOG_RATIO = 40.0
 _BISECTIONS = 50
 
@@ -70,9 +72,10 @@ class TopLogprobs:
         padding = [(NO_TOKEN, -np.inf)] * width
         table = np.array([[*(top + padding)[:width], came] for top, came in rows], float)
         table = table.reshape(len(rows), width + 1, 2)
-        if np.isnan(table).any() or (table[..., 1] > 1e-3).any() or (np.isneginf(table[:, 0, 1])).any():
+        logprobs = table[..., 1]
+        if not (np.exp(logprobs).sum(axis=1) < 1.01).all() or not (logprobs[:, 0] > _UNLIKELIEST).all():
             raise ValueError("some of the log-probabilities are none")
-        return cls(table[..., 0].astype(np.int32), table[..., 1], np.array(tokens, np.int32))
+        return cls(table[..., 0].astype(np.int32), logprobs, np.array(tokens, np.int32))
 
     @classmethod
     def of_logits(cls, logits_TV: ArrayLike, tokens_T: ArrayLike, k: int) -> "TopLogprobs":

@@ -138,11 +138,15 @@ class Fidelity(Section):
         bench.progress(1.0, f"fidelity measured on {len(chosen)} requests")
 
 
+_Both = tuple[Scored | ScoreError | None, Scored | ScoreError | None]
+"""What reference and candidate say of the same tokens; None for a side that was not asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     seen: list[Seen]
     failed: dict[Arm, str | None]
-    """Why a side did not score the tokens; None if it did."""
+    """Why a side did not score the tokens; None if it did, or was not asked."""
     prompt: list[int]
     """Token ids that the reference makes of the request; empty if it does not say."""
 
@@ -176,10 +180,9 @@ class _Run:
         )
         prompts = await asyncio.gather(*(self._template(server, picked.request) for server in self.servers))
         here, there = (outcome.prompt_token_ids for outcome in prompts)
-        output = picked.output
         if recorded is None or (here and here != picked.prompt):
             # Traffic of another model, or kept without tokens: the reference answers for itself.
-            recorded, output = await self._own_answer(here or [], prompts[0].error)
+            recorded = await self._own_answer(here or [], prompts[0].error)
         errors = [
             o.error or (str(s) if isinstance(s, ScoreError) else None)
             for o, s in zip(prompts, recorded, strict=True)
@@ -196,21 +199,18 @@ class _Run:
         if isinstance(reference, Scored) and isinstance(candidate, Scored):
             distances = top_distances(reference.top, candidate.top)
             seen += self._distances(picked, distances)
-            self._keep_farthest(picked, [*(here or picked.prompt), *output], distances, reference, candidate)
+            self._keep_farthest(picked, here or picked.prompt, distances, reference, candidate)
         failed: dict[Arm, str | None] = {
             arm: str(scored) if isinstance(scored, ScoreError) else None
             for arm, scored in zip(ARMS, recorded, strict=True)
         }
         return _Measured(seen, failed, here or picked.prompt)
 
-    async def _score(self, prompt: list[int], output: list[int]) -> list[Scored | ScoreError]:
+    async def _score(self, prompt: list[int], output: list[int]) -> _Both:
         longest = _longest(self.bench)
         ids = [*prompt, *output][: longest - 1] if longest else [*prompt, *output]
         if len(ids) <= len(prompt):
-            error = ScoreError(
-                f"a prompt of {len(prompt)} tokens leaves no room for an answer in a context of {longest}"
-            )
-            return [error, error]
+            return None, None
         timeout_s, client = self.options.timeout_s, self.bench.client
         return await asyncio.gather(
             _or_error(self.cache.score(client, self.servers[0], ids, len(prompt), self.k, timeout_s)),
@@ -220,12 +220,9 @@ class _Run:
     async def _template(self, server: Server, request: Request) -> Outcome:
         return await server.answer(self.bench.client, template_probe(request), self.options.timeout_s)
 
-    async def _own_answer(
-        self, prompt: list[int], error: str | None
-    ) -> tuple[list[Scored | ScoreError], list[int]]:
+    async def _own_answer(self, prompt: list[int], error: str | None) -> _Both:
         if not prompt:
-            failure = ScoreError(error or "the server tells no prompt token ids (`return_token_ids`)")
-            return [failure, ScoreError("the reference gave nothing to score")], []
+            return ScoreError(error or "the server tells no prompt token ids (`return_token_ids`)"), None
         body = {
             "prompt": prompt,
             "max_tokens": self.options.max_output_tokens,
@@ -233,11 +230,12 @@ class _Run:
             "return_token_ids": True,
         }
         answer = await _or_error(ask(self.bench.client, self.servers[0], body, self.options.timeout_s))
-        output = answer.get("token_ids") if isinstance(answer, dict) else None
-        if not isinstance(output, list) or not output:
-            failure = answer if isinstance(answer, ScoreError) else ScoreError("no token ids in the answer")
-            return [failure, ScoreError("the reference gave nothing to score")], []
-        return await self._score(prompt, output), output
+        if isinstance(answer, ScoreError):
+            return answer, None
+        output = answer.get("token_ids")
+        if not isinstance(output, list) or not output or not all(isinstance(token, int) for token in output):
+            return ScoreError("no token ids in the answer"), None
+        return await self._score(prompt, output)
 
     def _observe(
         self,
@@ -302,19 +300,18 @@ class _Run:
         return Finding(kind, "candidate", stack, request_id, detail, body, answer, other)
 
     def _keep_farthest(
-        self, picked: Picked, ids: list[int], distances: Distances, reference: Scored, candidate: Scored
+        self, picked: Picked, prompt: list[int], distances: Distances, reference: Scored, candidate: Scored
     ) -> None:
         place = int(distances.kl.argmax())
         tokens = reference.top.tokens
         texts = {**candidate.texts, **reference.texts}
         window = "".join(texts.get(int(token), "") for token in tokens[max(0, place - _WINDOW) : place])
-        cut = len(ids) - len(tokens) + place
         detail = (
             f"Output token {place} of {len(tokens)} is {distances.kl[place]:.3f} nats off, after {window!r}: there came "
             f"{texts.get(int(tokens[place]), '')!r}. "
             f"Likeliest: reference {_top(reference, place)}, candidate {_top(candidate, place)}."
         )
-        body = score_body(ids[: cut + 1], self.k)
+        body = score_body([*prompt, *map(int, tokens[: place + 1])], self.k)
         finding = self._finding("far_token", picked.request.request_id, detail, body)
         self.far.append((float(distances.kl[place]), finding))
 
