@@ -81,13 +81,13 @@ class TopLogprobs:
     def of_logits(cls, logits_TV: ArrayLike, tokens_T: ArrayLike, k: int) -> "TopLogprobs":
         """What a server with these logits would tell, in float64."""
         logprobs_TV = log_softmax(np.asarray(logits_TV, np.float64), axis=-1)
-        tokens_T = np.asarray(tokens_T, np.int32)
+        tokens = np.asarray(tokens_T, np.int32)
         k = min(k, logprobs_TV.shape[1])
         ids_TK = np.argsort(-logprobs_TV, axis=1, kind="stable")[:, :k].astype(np.int32)
-        told_T = (ids_TK == tokens_T[:, None]).any(axis=1)
-        ids = np.concatenate([ids_TK, np.where(told_T, NO_TOKEN, tokens_T)[:, None]], axis=1)
+        told_T = (ids_TK == tokens[:, None]).any(axis=1)
+        ids = np.concatenate([ids_TK, np.where(told_T, NO_TOKEN, tokens)[:, None]], axis=1)
         logprobs = np.take_along_axis(logprobs_TV, np.maximum(ids, 0), axis=1)
-        return cls(ids, np.where(ids == NO_TOKEN, -np.inf, logprobs), tokens_T)
+        return cls(ids, np.where(ids == NO_TOKEN, -np.inf, logprobs), tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,28 +119,26 @@ def full_distances(
     A token that the reference gives no probability adds nothing, as 0 log 0 = 0; one that only the
     candidate gives none makes the distance inf. Raises ValueError for arrays that do not fit each other.
     """
-    reference_TV, candidate_TV = (
-        log_softmax(np.asarray(a, np.float64), axis=-1) for a in (reference_TV, candidate_TV)
+    p_TV, q_TV = (
+        log_softmax(np.asarray(logits, np.float64), axis=-1) for logits in (reference_TV, candidate_TV)
     )
-    tokens_T = np.asarray(tokens_T, np.int64)
-    if reference_TV.shape != candidate_TV.shape or reference_TV.shape[:1] != tokens_T.shape:
+    rows_T = np.asarray(tokens_T, np.int64)
+    if p_TV.shape != q_TV.shape or p_TV.shape[:1] != rows_T.shape:
         raise ValueError(
-            f"Logits of shape {reference_TV.shape} and {candidate_TV.shape} for {tokens_T.shape} tokens cannot be "
-            "compared: both models must have scored the same tokens with the same vocabulary."
+            f"Logits of shape {p_TV.shape} and {q_TV.shape} for {rows_T.shape} tokens cannot be compared: both "
+            "models must have scored the same tokens with the same vocabulary."
         )
-    kl = _kl(reference_TV, candidate_TV)
-    rows = np.arange(len(tokens_T))
-    tops = [
-        np.argsort(-a, axis=1, kind="stable")[:, :k].astype(np.int32) for a in (reference_TV, candidate_TV)
-    ]
+    kl = _kl(p_TV, q_TV)
+    came = np.arange(len(rows_T)), rows_T
+    p_top_TK, q_top_TK = (np.argsort(-a, axis=1, kind="stable")[:, :k].astype(np.int32) for a in (p_TV, q_TV))
     return Distances(
         kl=kl,
         kl_upper=kl,
-        reverse_kl=_kl(candidate_TV, reference_TV),
-        top1=(tops[0][:, 0] == tops[1][:, 0]).astype(float),
-        overlap=_overlap(*tops),
-        surprise=reference_TV[rows, tokens_T] - candidate_TV[rows, tokens_T],
-        unseen=np.zeros(len(tokens_T)),
+        reverse_kl=_kl(q_TV, p_TV),
+        top1=(p_top_TK[:, 0] == q_top_TK[:, 0]).astype(float),
+        overlap=_overlap(p_top_TK, q_top_TK),
+        surprise=p_TV[came] - q_TV[came],
+        unseen=np.zeros(len(rows_T)),
     )
 
 

@@ -28,7 +28,16 @@ from strop.evals.probes import (
     sampling_excess,
     template_probe,
 )
-from strop.evals.reference_logits import Cache, Scored, ScoreError, ask, most_logprobs, score, score_body
+from strop.evals.reference_logits import (
+    Cache,
+    Scored,
+    ScoreError,
+    ask,
+    most_logprobs,
+    printable,
+    score,
+    score_body,
+)
 from strop.evals.replay import Request, Server
 from strop.serving.client import Outcome
 from strop.serving.settings import Section
@@ -191,7 +200,7 @@ class _Run:
             self._observe("error", picked, (float(errors[1] is not None),), (float(errors[0] is not None),))
         ]
         if errors[1]:
-            seen += self._few("error", picked, f"Failed: {errors[1]}", picked.request.body)
+            seen += self._few("error", picked, f"Failed: {printable(errors[1])}", picked.request.body)
         seen += self._picks_likeliest(picked, *prompts)
         if here and there:
             seen += self._same_prompt(picked, here, there)
@@ -327,28 +336,28 @@ class _Run:
                 for server in self.servers
             )
         )
-        if isinstance(here, TopLogprobs) and isinstance(there, TopLogprobs):
-            there = await self._under_reference(prompt, here, there)
         failed = [isinstance(side, ScoreError) for side in (there, here)]
         seen: list[Seen] = [self._observe("error", picked, (float(failed[0]),), (float(failed[1]),), SAMPLED)]
         if failed[0]:
             seen += self._few("error", picked, f"Failed: {there}", sampled_body(prompt, seed, self.sampled_k))
         if isinstance(here, TopLogprobs) and isinstance(there, TopLogprobs):
+            under = await self._under_reference(prompt, here, there)
             for name, of in (("sampled_gap", sampling_excess), ("outside_nucleus", outside_nucleus)):
-                values = (tuple(map(float, of(top))) for top in (there, here))
-                seen.append(self._observe(name, picked, *values, SAMPLED))
+                if under:
+                    ours, theirs = (tuple(map(float, of(top))) for top in (under, here))
+                    seen.append(self._observe(name, picked, ours, theirs, SAMPLED))
         return seen
 
     async def _under_reference(
         self, prompt: list[int], here: TopLogprobs, there: TopLogprobs
-    ) -> TopLogprobs | ScoreError:
-        """The candidate's tokens, scored by the reference."""
+    ) -> TopLogprobs | None:
+        """The candidate's tokens, scored by the reference; None if it fails."""
         if np.array_equal(here.tokens, there.tokens):
             return here
         client, timeout_s = self.bench.client, self.options.timeout_s
         ids = [*prompt, *map(int, there.tokens)]
         scored = await _or_error(score(client, self.servers[0], ids, len(prompt), self.sampled_k, timeout_s))
-        return scored.top if isinstance(scored, Scored) else scored
+        return scored.top if isinstance(scored, Scored) else None
 
 
 async def _or_error(asked: Awaitable[T]) -> T | ScoreError:

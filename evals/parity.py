@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -138,9 +139,15 @@ def _compute(stack: Stack, prompts: Sequence[list[int]], k: int) -> list[TopLogp
     from transformers import AutoModelForCausalLM
 
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        model, loaded = cast(
+            tuple[Any, dict[str, Any]],
+            AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            ),
         )
+        # Formats that it does not know, and weights that are not there, it passes over with a warning.
+        if getattr(model.config, "quantization_config", None) and not getattr(model, "is_quantized", False):
+            raise NoParityError(f"transformers does not know the quantisation of {folder.name}")
         if loaded["missing_keys"]:
             raise NoParityError(
                 f"transformers finds no weights for {min(loaded['missing_keys'])} in {folder.name}"

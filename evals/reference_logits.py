@@ -66,7 +66,7 @@ async def score(
     try:
         return _parse(choice["prompt_logprobs"], token_ids, start, k)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise ScoreError(f"no log-probabilities of these tokens in the answer ({_clean(error)})") from None
+        raise ScoreError(f"no log-probabilities of these tokens in the answer ({printable(error)})") from None
 
 
 async def ask(
@@ -95,7 +95,9 @@ async def ask(
                 if len(data) > limit:
                     break
         if response.status_code != 200:
-            raise ScoreError(f"HTTP {response.status_code}: {_clean(data[:1000].decode(errors='replace'))}")
+            raise ScoreError(
+                f"HTTP {response.status_code}: {printable(data[:1000].decode(errors='replace'))}"
+            )
         if len(data) > limit:
             raise ScoreError(
                 f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB: ask for fewer log-probabilities"
@@ -104,12 +106,13 @@ async def ask(
     except TimeoutError:
         raise ScoreError(f"no whole answer within {timeout_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as failure:
-        raise ScoreError(f"{type(failure).__name__}: {_clean(failure)}") from None
+        raise ScoreError(f"{type(failure).__name__}: {printable(failure)}") from None
     except (ValueError, KeyError, TypeError, IndexError) as failure:
-        raise ScoreError(f"not an OpenAI answer: {_clean(failure)}") from None
+        raise ScoreError(f"not an OpenAI answer: {printable(failure)}") from None
 
 
-def _clean(text: object) -> str:
+def printable(text: object) -> str:
+    """The beginning of a text from outside, without what would move a terminal's cursor."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", str(text))[:300]
 
 

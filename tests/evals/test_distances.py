@@ -16,6 +16,10 @@ ROUNDING = 5e-5
 """What `RESOLUTION` of probability may cost at the ratios that come up here."""
 
 
+def told(reference, candidate, tokens, k: int) -> tuple[TopLogprobs, TopLogprobs]:
+    return TopLogprobs.of_logits(reference, tokens, k), TopLogprobs.of_logits(candidate, tokens, k)
+
+
 def both_logits(seed: int, positions: int, vocab: int, sharpness: float, noise: float):
     rng = np.random.default_rng(seed)
     reference = rng.normal(size=(positions, vocab)) * sharpness
@@ -51,7 +55,7 @@ def test_whole_vocabularies_give_what_scipy_gives(seed, vocab, sharpness, noise)
 def test_bounds_hold_the_exact_value(k, seed, vocab, sharpness, noise) -> None:
     reference, candidate, tokens = both_logits(seed, 5, vocab, sharpness, noise)
     exact = full_distances(reference, candidate, tokens, k)
-    tops = [TopLogprobs.of_logits(logits, tokens, k) for logits in (reference, candidate)]
+    tops = told(reference, candidate, tokens, k)
     floor = float(log_softmax(candidate, axis=1).min())
     found = top_distances(*tops, candidate_floor=floor)
     assert (found.kl <= exact.kl + ROUNDING).all()
@@ -67,7 +71,7 @@ def test_bounds_hold_the_exact_value(k, seed, vocab, sharpness, noise) -> None:
 @settings(max_examples=200, deadline=None)
 def test_the_lower_bound_is_no_worse_than_one_lumped_remainder(k, seed, vocab, sharpness, noise) -> None:
     reference, candidate, tokens = both_logits(seed, 5, vocab, sharpness, noise)
-    tops = [TopLogprobs.of_logits(logits, tokens, k) for logits in (reference, candidate)]
+    tops = told(reference, candidate, tokens, k)
     p, q = np.exp(log_softmax(reference, axis=1)), np.exp(log_softmax(candidate, axis=1))
     for row in range(5):
         told = set(tops[0].ids[row]) & set(tops[1].ids[row]) - {NO_TOKEN}
@@ -83,7 +87,7 @@ def test_the_lower_bound_is_no_worse_than_one_lumped_remainder(k, seed, vocab, s
 def test_all_tokens_told_is_exact_and_needs_no_floor(seed, vocab, sharpness, noise) -> None:
     reference, candidate, tokens = both_logits(seed, 5, vocab, sharpness, noise)
     exact = full_distances(reference, candidate, tokens)
-    tops = [TopLogprobs.of_logits(logits, tokens, vocab) for logits in (reference, candidate)]
+    tops = told(reference, candidate, tokens, vocab)
     found = top_distances(*tops)
     np.testing.assert_allclose(found.kl, exact.kl, atol=ROUNDING)
     np.testing.assert_allclose(found.kl_upper, exact.kl, atol=ROUNDING)
@@ -104,7 +108,7 @@ def test_a_token_the_candidate_does_not_tell_weighs_what_it_must() -> None:
     # The reference is sure of token 0, which the candidate holds at most as likely as its second.
     reference = np.log([[0.9, 0.05, 0.03, 0.01, 0.01]])
     candidate = np.log([[0.001, 0.6, 0.39, 0.005, 0.004]])
-    tops = [TopLogprobs.of_logits(logits, [1], 2) for logits in (reference, candidate)]
+    tops = told(reference, candidate, [1], 2)
     exact = full_distances(reference, candidate, [1]).kl[0]
     # Of token 2 is known that the reference gives it less than 0.05, of token 0 that the candidate gives it 0.01 in all.
     assert exact * 0.6 < top_distances(*tops).kl[0] < exact
@@ -129,9 +133,9 @@ def test_tokens_without_probability() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="same vocabulary"):
         full_distances(np.zeros((2, 5)), np.zeros((2, 6)), [0, 0])
-    tops = [TopLogprobs.of_logits(np.zeros((1, 5)), [token], 2) for token in (0, 1)]
+    one, other = (TopLogprobs.of_logits(np.zeros((1, 5)), [token], 2) for token in (0, 1))
     with pytest.raises(ValueError, match="different tokens"):
-        top_distances(*tops)
+        top_distances(one, other)
 
 
 def test_exact_to_a_millionth_on_a_model(tiny_model: Path) -> None:
@@ -144,7 +148,7 @@ def test_exact_to_a_millionth_on_a_model(tiny_model: Path) -> None:
     ids = torch.randint(3, 512, (1, 96), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         reference = model(ids).logits[0].double()
-        model.model.layers[1].mlp.down_proj.weight *= 1.2
+        model.model.layers[1].mlp.down_proj.weight *= 3
         candidate = model(ids).logits[0].double()
     p, q = reference.softmax(-1), candidate.softmax(-1)
     expected = torch.nn.functional.kl_div(q.log(), p.log(), log_target=True, reduction="none").sum(-1)
@@ -152,9 +156,9 @@ def test_exact_to_a_millionth_on_a_model(tiny_model: Path) -> None:
     found = full_distances(reference.numpy(), candidate.numpy(), tokens)
     np.testing.assert_allclose(found.kl, expected.numpy(), atol=1e-6, rtol=0)
     np.testing.assert_allclose(found.kl, entropy(p.numpy(), q.numpy(), axis=1), atol=1e-6, rtol=0)
-    assert expected.mean() > 1e-3
+    assert expected.mean() > 1e-2
     for k in (1, 20, 512):
-        tops = [TopLogprobs.of_logits(logits.numpy(), tokens, k) for logits in (reference, candidate)]
+        tops = told(reference.numpy(), candidate.numpy(), tokens, k)
         bound = top_distances(*tops)
         assert (bound.kl <= found.kl + 1e-6).all()
     np.testing.assert_allclose(bound.kl, found.kl, atol=3e-6, rtol=0)

@@ -37,14 +37,15 @@ class TorchEngine:
         if k := body.get("prompt_logprobs"):
             with self.torch.inference_mode():
                 rows = log_softmax(self.model(self.torch.tensor([ids])).logits[0].double().numpy(), axis=1)
-            choice["prompt_logprobs"] = [None]
+            entries: list[dict[str, Any] | None] = [None]
             for token, row in zip(ids[1:], rows, strict=False):
                 order = np.argsort(-row)
                 rank = {int(i): place for place, i in enumerate(order, 1)}
                 told = {token, *map(int, order[:k])}
-                choice["prompt_logprobs"].append(
+                entries.append(
                     {str(i): {"logprob": float(row[i]), "rank": rank[i], "decoded_token": "x"} for i in told}
                 )
+            choice["prompt_logprobs"] = entries
         return httpx.Response(200, json={"choices": [choice]})
 
 
@@ -142,7 +143,7 @@ def test_what_cannot_be_compared_is_said(peaked_model: Path, tmp_path: Path, why
     (finding,) = findings
     assert finding.kind == "no_parity"
     expected = {
-        "format": "transformers cannot compute model",
+        "format": "does not know the quantisation of model",
         "weights": "finds no weights for model.layers.2.mlp.up_proj",
         "absent": "is not on this machine",
         "adapters": "has adapters",
