@@ -74,9 +74,9 @@ def test_the_lower_bound_is_no_worse_than_one_lumped_remainder(k, seed, vocab, s
     tops = told(reference, candidate, tokens, k)
     p, q = np.exp(log_softmax(reference, axis=1)), np.exp(log_softmax(candidate, axis=1))
     for row in range(5):
-        told = set(tops[0].ids[row]) & set(tops[1].ids[row]) - {NO_TOKEN}
-        rest = [token for token in range(vocab) if token not in told]
-        lumped = rel_entr(p[row, list(told)], q[row, list(told)]).sum() + rel_entr(
+        both = set(tops[0].ids[row]) & set(tops[1].ids[row]) - {NO_TOKEN}
+        rest = [token for token in range(vocab) if token not in both]
+        lumped = rel_entr(p[row, list(both)], q[row, list(both)]).sum() + rel_entr(
             p[row, rest].sum(), q[row, rest].sum() + RESOLUTION
         )
         assert top_distances(*tops).kl[row] >= lumped - ROUNDING
