@@ -21,6 +21,9 @@ NO_TOKEN = -1
 RESOLUTION = 1e-6
 """Probability below which a remainder is rounding: told log-probabilities are float32."""
 
+OVERLAP_TOKENS = 20
+"""Likeliest tokens whose overlap is counted, of as many as were told."""
+
 _UNLIKELIEST = -30.0
 """The likeliest of e^30 tokens can be no less likely than that."""
 _WIDEST_LOG_RATIO = 40.0
@@ -57,10 +60,6 @@ class TopLogprobs:
         return len(self.tokens)
 
     @property
-    def k(self) -> int:
-        return self.ids.shape[1] - 1
-
-    @property
     def of_tokens(self) -> Floats:
         """[T], log-probability of each token that came."""
         return self.logprobs[np.arange(len(self)), (self.ids == self.tokens[:, None]).argmax(axis=1)]
@@ -72,10 +71,13 @@ class TopLogprobs:
         padding = [(NO_TOKEN, -np.inf)] * width
         table = np.array([[*(top + padding)[:width], came] for top, came in rows], float)
         table = table.reshape(len(rows), width + 1, 2)
-        logprobs = table[..., 1]
-        if not (np.exp(logprobs).sum(axis=1) < 1.01).all() or not (logprobs[:, 0] > _UNLIKELIEST).all():
+        ids, logprobs = table[..., 0], table[..., 1]
+        if (ids < NO_TOKEN).any() or (ids > np.iinfo(np.int32).max).any():
+            raise ValueError("some of the token ids are none")
+        # Not above a bound is another thing than below it where there is NaN.
+        if not (logprobs < 1e-3).all() or not (logprobs[:, 0] > _UNLIKELIEST).all():
             raise ValueError("some of the log-probabilities are none")
-        return cls(table[..., 0].astype(np.int32), logprobs, np.array(tokens, np.int32))
+        return cls(ids.astype(np.int32), logprobs, np.array(tokens, np.int32))
 
     @classmethod
     def of_logits(cls, logits_TV: ArrayLike, tokens_T: ArrayLike, k: int) -> "TopLogprobs":
@@ -103,7 +105,7 @@ class Distances:
     top1: Floats
     """1 where both find the same token likeliest, else 0."""
     overlap: Floats
-    """Share of the reference's k likeliest tokens that are among the candidate's k likeliest."""
+    """Share of the reference's likeliest tokens (`OVERLAP_TOKENS`) that are among the candidate's."""
     surprise: Floats
     """Log-probability of the token that came: the reference's minus the candidate's. Its mean is the log
     ratio of the candidate's perplexity to the reference's."""
@@ -111,9 +113,7 @@ class Distances:
     """Reference's probability of the tokens that not both told: what is known only by bounds."""
 
 
-def full_distances(
-    reference_TV: ArrayLike, candidate_TV: ArrayLike, tokens_T: ArrayLike, k: int = 20
-) -> Distances:
+def full_distances(reference_TV: ArrayLike, candidate_TV: ArrayLike, tokens_T: ArrayLike) -> Distances:
     """Exact distances from the logits or log-probabilities of the whole vocabulary.
 
     A token that the reference gives no probability adds nothing, as 0 log 0 = 0; one that only the
@@ -130,7 +130,7 @@ def full_distances(
         )
     kl = _kl(p_TV, q_TV)
     came = np.arange(len(rows_T)), rows_T
-    p_top_TK, q_top_TK = (np.argsort(-a, axis=1, kind="stable")[:, :k].astype(np.int32) for a in (p_TV, q_TV))
+    p_top_TK, q_top_TK = (np.argsort(-a, axis=1, kind="stable").astype(np.int32) for a in (p_TV, q_TV))
     return Distances(
         kl=kl,
         kl_upper=kl,
@@ -174,6 +174,7 @@ def _kl(p_TV: Floats, q_TV: Floats) -> Floats:
 
 
 def _overlap(ids_TK: NDArray[np.int32], others_TK: NDArray[np.int32]) -> Floats:
+    ids_TK, others_TK = ids_TK[:, :OVERLAP_TOKENS], others_TK[:, :OVERLAP_TOKENS]
     return _find(ids_TK, others_TK)[0].sum(axis=1) / (ids_TK != NO_TOKEN).sum(axis=1)
 
 

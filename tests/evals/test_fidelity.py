@@ -376,6 +376,8 @@ def test_no_more_log_probabilities_are_asked_for_than_both_allow() -> None:
         b'{"choices":[{"prompt_logprobs":[null,{"9":{"logprob":-1,"rank":1}},{"6":{"logprob":-1,"rank":1}}]}]}',
         b'{"choices":[{"prompt_logprobs":[null,{"5":{"logprob":7,"rank":1}},{"6":{"logprob":-1,"rank":1}}]}]}',
         b'{"choices":[{"prompt_logprobs":[null,{"5":{"logprob":-1,"rank":1}},{"6":[]}]}]}',
+        b'{"choices":[{"prompt_logprobs":[null,{"5":{"logprob":-99,"rank":1}},{"6":{"logprob":-1,"rank":1}}]}]}',
+        b'{"choices":[{"prompt_logprobs":[null,{"5":{"logprob":-1,"rank":1},"99999999999":{"logprob":-2,"rank":2}},{"6":{"logprob":-1,"rank":1}}]}]}',
     ],
 )
 def test_answers_that_are_none_are_errors(answer: bytes) -> None:
