@@ -46,7 +46,7 @@ Seen = Observation | Finding
 T = TypeVar("T")
 
 _WINDOW = 12
-"""Tokens shown before one that is far off."""
+"""Tokens shown before one that is far off; half as many come after it."""
 _GIVE_UP_AFTER = 3
 _AT_ONCE = 4
 SAMPLED = "/sampled"
@@ -314,11 +314,17 @@ class _Run:
         place = int(distances.kl.argmax())
         tokens = reference.top.tokens
         texts = {**candidate.texts, **reference.texts}
-        window = "".join(texts.get(int(token), "") for token in tokens[max(0, place - _WINDOW) : place])
+        before, came, after = (
+            "".join(texts.get(int(token), "") for token in tokens[slice(*ends)])
+            for ends in (
+                (max(0, place - _WINDOW), place),
+                (place, place + 1),
+                (place + 1, place + _WINDOW // 2),
+            )
+        )
         detail = (
-            f"Output token {place} of {len(tokens)} is {distances.kl[place]:.3f} nats off, after {window!r}: there came "
-            f"{texts.get(int(tokens[place]), '')!r}. "
-            f"Likeliest: reference {_top(reference, place)}, candidate {_top(candidate, place)}."
+            f"Output token {place} of {len(tokens)} is {distances.kl[place]:.3f} nats off. After {before!r} there came "
+            f"{came!r} and then {after!r}. Likeliest: reference {_top(reference, place)}, candidate {_top(candidate, place)}."
         )
         body = score_body([*prompt, *map(int, tokens[: place + 1])], self.k)
         finding = self._finding("far_token", picked.request.request_id, detail, body)
