@@ -6,6 +6,7 @@ own weights computed offline (`parity`).
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ _WINDOW = 12
 """Tokens shown before one that is far off; half as many come after it."""
 _GIVE_UP_AFTER = 3
 _AT_ONCE = 4
+_MEASURING = 0.85
+"""Share of the time that is for requests; the rest is for parity."""
+_FAR_NATS = 0.05
+"""Below this a token is not far off: two batches of one engine in bfloat16 may differ as much."""
 SAMPLED = "/sampled"
 """What the id of a request ends with whose answer was sampled."""
 
@@ -87,6 +92,8 @@ class Fidelity(Section):
     """Whether the candidate's engine is compared with its weights computed offline."""
     findings: int = Field(default=8, ge=0)
     """Tokens with the largest distance that are shown."""
+    seconds: float = Field(default=600, gt=0)
+    """Time it may take; requests that do not fit in are left out."""
     timeout_s: float = Field(default=120, gt=0)
     """Longest time that one request may take."""
 
@@ -103,41 +110,37 @@ class Fidelity(Section):
                 "No held-out trace holds a prompt that was answered with status 200, so fidelity has nothing to "
                 "measure. Record traffic with its content, or import some."
             )
-        run = _Run.of(self, bench)
-        prompts: dict[str, list[int]] = {}
-        failed = {"reference": 0, "candidate": 0}
+        run, ends = _Run.of(self, bench), time.monotonic() + _MEASURING * self.seconds
+        shortest = sorted(chosen, key=lambda picked: len(picked.prompt))[: self.probes]
+        probed = {picked.request.request_id for picked in shortest}
+        failed: Counter[Arm] = Counter()
+        probes: list[tuple[Picked, list[int], int]] = []
         for number, picked in enumerate(chosen):
-            bench.progress(0.7 * number / len(chosen), f"{number} of {len(chosen)} requests scored")
-            if picked.request.request_id in bench.done:
-                prompts[picked.request.request_id] = picked.prompt
-                continue
-            measured = await run.request(picked)
-            for seen in measured.seen:
-                yield seen
-            for arm, error in measured.failed.items():
-                failed[arm] = failed[arm] + 1 if error else 0
-            if failed["reference"] >= _GIVE_UP_AFTER:
-                raise EvalError(
-                    f"The reference at {bench.reference.url} failed {_GIVE_UP_AFTER} requests in a row (last: "
-                    f"{measured.failed['reference']}). See its log; without a reference nothing can be compared."
-                )
-            if failed["candidate"] >= _GIVE_UP_AFTER:
-                return
-            if measured.prompt:
-                prompts[picked.request.request_id] = measured.prompt
-        probed = [p for p in chosen if prompts.get(p.request.request_id)]
-        probed.sort(key=lambda p: len(prompts[p.request.request_id]))
-        waiting = [
-            (picked, prompts[picked.request.request_id], bench.seed + number)
-            for number, picked in enumerate(probed[: self.probes])
-            if picked.request.request_id + SAMPLED not in bench.done
-        ]
-        for start in range(0, len(waiting), _AT_ONCE):
-            bench.progress(0.7 + 0.2 * start / len(waiting), f"{start} of {len(waiting)} prompts answered")
-            batch = waiting[start : start + _AT_ONCE]
-            for many in await asyncio.gather(*(run.probe(*probe) for probe in batch)):
-                for seen in many:
+            if time.monotonic() > ends:
+                break
+            bench.progress(0.9 * number / len(chosen), f"{number} of {len(chosen)} requests scored")
+            request_id, prompt = picked.request.request_id, picked.prompt
+            if request_id not in bench.done:
+                measured = await run.request(picked)
+                for seen in measured.seen:
                     yield seen
+                for arm, error in measured.failed.items():
+                    failed[arm] = failed[arm] + 1 if error else 0
+                if failed["reference"] >= _GIVE_UP_AFTER:
+                    raise EvalError(
+                        f"The reference at {bench.reference.url} failed {_GIVE_UP_AFTER} requests in a row (last: "
+                        f"{measured.failed['reference']}). See its log; without a reference nothing can be compared."
+                    )
+                if failed["candidate"] >= _GIVE_UP_AFTER:
+                    return
+                prompt = measured.prompt
+            if request_id in probed and prompt and request_id + SAMPLED not in bench.done:
+                probes.append((picked, prompt, bench.seed + number))
+            if len(probes) >= _AT_ONCE or number + 1 == len(chosen):
+                for many in await asyncio.gather(*(run.probe(*probe) for probe in probes)):
+                    for seen in many:
+                        yield seen
+                probes = []
         if self.parity:
             bench.progress(0.9, "comparing the engine with its weights computed offline")
             async for seen in parity(bench, self.top_logprobs, self.timeout_s):
@@ -312,6 +315,8 @@ class _Run:
         self, picked: Picked, prompt: list[int], distances: Distances, reference: Scored, candidate: Scored
     ) -> None:
         place = int(distances.kl.argmax())
+        if distances.kl[place] < _FAR_NATS:
+            return
         tokens = reference.top.tokens
         texts = {**candidate.texts, **reference.texts}
         before, came, after = (
