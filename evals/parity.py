@@ -129,7 +129,11 @@ def _compute(stack: Stack, prompts: Sequence[list[int]], k: int) -> list[TopLogp
         raise NoParityError(f"{folder} is not on this machine. Evaluate where the weights lie.")
     if stack.adapters:
         raise NoParityError("the Stack has adapters, which are not computed offline")
-    weights = sum((folder / n).stat().st_size for n in stack.model.files if n.endswith(".safetensors"))
+    weights = sum(
+        (folder / n).stat().st_size
+        for n in stack.model.files
+        if n.endswith(".safetensors") and (folder / n).is_file()
+    )
     needed, free = weights // 2 * _BYTES_PER_WEIGHT, psutil.virtual_memory().available
     if needed > free:
         raise NoParityError(
