@@ -52,7 +52,7 @@ from strop.serving.traces import Choice, Trace
 
 console = Console(stderr=True)
 _HOP_BY_HOP = frozenset({"transfer-encoding", "content-length", "connection", "keep-alive"})
-DATA = Path(__file__).parents[1] / "shared" / "data"
+DATA = Path(__file__).parents[2] / "shared" / "data"
 CONFIDENCE = 0.9
 SIZES = (12, 25, 50, 200, 500)
 
@@ -381,14 +381,22 @@ def main() -> None:
         action="store_true",
         help="200 simulated runs of each kind, of fewer sizes, instead of 1000",
     )
-    parser.add_argument("--statistics-only", action="store_true", help="start no servers")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--statistics-only", action="store_true", help="start no servers")
+    part.add_argument("--servers-only", action="store_true", help="simulate nothing")
     parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--sessions", type=int, default=48, help="sessions of traffic to draw from")
-    parser.add_argument("--scale", type=float, default=1.2, help="factor of the planted wrong scale")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=2.0,
+        help="factor of the planted wrong scale; two is what a mix-up of the two FP8 formats makes",
+    )
     parser.add_argument("--report", type=Path, help="folder to keep the reports in")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"minutes": None, "planted_missed": None}
-    result |= statistics(200 if arguments.quick else 1000, (12, 50, 200) if arguments.quick else SIZES)
+    if not arguments.servers_only:
+        result |= statistics(200 if arguments.quick else 1000, (12, 50, 200) if arguments.quick else SIZES)
     if not arguments.statistics_only:
         with tempfile.TemporaryDirectory(prefix="strop-") as folder:
             result |= served(arguments, Path(folder))
