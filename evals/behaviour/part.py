@@ -160,17 +160,15 @@ class Behaviour(Section):
 
     def _tool_tasks(self, files: list[list[dict[str, Any]]], bench: Bench) -> Iterator[Task]:
         simple, simple_answers, parallel, parallel_answers, irrelevant = files
-        # Without a parser a server refuses to leave the choice to the model; it can be held to a call.
+        # Without a parser vLLM refuses all but a call of one function that the request names.
         needed = {"tool-call-parser", "enable-auto-tool-choice"}
         parse = all(needed <= side.stack.engine.args.keys() for side in bench.sides)
-        sorts = {"simple": (simple, simple_answers), "parallel": (parallel, parallel_answers)}
-        for name, (rows, answers) in {
-            **sorts,
-            **({"irrelevance": (irrelevant, None)} if parse else {}),
-        }.items():
-            accepted = None if answers is None else {row["id"]: row["ground_truth"] for row in answers}
-            choice: tools.Choice = "auto" if parse else "required"
-            yield from tools.tasks(rows, accepted, name, self.tasks, self.max_tokens, bench.seed, choice)
+        sorts = {"simple": (simple, simple_answers)}
+        if parse:
+            sorts |= {"parallel": (parallel, parallel_answers), "irrelevance": (irrelevant, [])}
+        for name, (rows, answers) in sorts.items():
+            accepted = {row["id"]: row["ground_truth"] for row in answers} or None
+            yield from tools.tasks(rows, accepted, name, self.tasks, self.max_tokens, bench.seed, not parse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,9 +248,10 @@ def test_all_kinds_on_real_data(tmp_path: Path) -> None:
     assert mean(observations, "refused") == (0, 3 / 18)
     assert "json_valid_constrained" not in {o.metric for o in observations}
     assert {"wrong_call", "invented_result", "stream_differs", "failed_program", "refused"} == {f.kind for f in findings}  # fmt: skip
-    # Without a parser a call can only be demanded, and cases without a right call are left out.
+    # Without a parser only a call of one named function can be asked for.
     observations, _ = observe(part, bench(tmp_path, reply))
     assert "no_call_right" not in {o.metric for o in observations}
+    assert {o.slices[1] for o in observations if o.metric == "tool_call_right"} == {"simple"}
 
 
 @needs_data
@@ -262,7 +263,7 @@ def test_the_tasks_of_a_suite_are_the_same_in_every_run(tmp_path: Path) -> None:
 
     first = bodies()
     assert {name.split("/")[0] for name, _ in first[:5]} == set(KINDS)
-    assert first == bodies() and len({name for name, _ in first}) == len(first) == 4 * (2 + 2 + 3)
+    assert first == bodies() and len({name for name, _ in first}) == len(first) == 4 * (2 + 1 + 3)
 
 
 SAMPLES = """\
