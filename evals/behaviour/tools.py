@@ -95,21 +95,15 @@ def tasks(
     count: int,
     max_tokens: int,
     seed: int,
-    named: bool,
 ) -> Iterator[Task]:
-    """Tasks of one file of cases; `accepted` holds the right calls by case, None where none is right.
-
-    `named` demands a call of the first function instead of leaving the choice to the model.
-    """
+    """Tasks of one file of cases; `accepted` holds the right calls by case, None where none is right."""
     for row in pick(rows, count, "tools", name, seed):
         functions = row["function"]
         wanted = None if accepted is None else accepted[row["id"]]
-        offered = openai_tools(functions)
-        first = {"type": "function", "function": {"name": offered[0]["function"]["name"]}}
         body = {
             "messages": row["question"][0],
-            "tools": offered,
-            "tool_choice": first if named else "auto",
+            "tools": openai_tools(functions),
+            "tool_choice": "auto",
             "temperature": 0,
             "max_tokens": max_tokens,
             "return_token_ids": True,
