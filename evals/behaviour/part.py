@@ -71,8 +71,8 @@ class Behaviour(Section):
 
     name: Literal["behaviour"] = "behaviour"
     kinds: tuple[Kind, ...] = KINDS
-    """What to ask. Left out, and said to be: kinds that need public data if `data` names none, and coding
-    where programs cannot be isolated."""
+    """What to ask. Left out, and said to be: kinds that need public data if `data` names none, coding
+    where programs cannot be isolated, and tools where a Stack has no parser for calls."""
     tasks: int = Field(default=8, ge=1)
     """Tasks of each kind (schemas are asked with a grammar and without; tool calls of each sort)."""
     data: Path | None = None
@@ -160,17 +160,19 @@ class Behaviour(Section):
 
     def _tool_tasks(self, files: list[list[dict[str, Any]]], bench: Bench) -> Iterator[Task]:
         simple, simple_answers, parallel, parallel_answers, irrelevant = files
-        # Without a parser a server refuses to leave the choice to the model; it can be held to a call.
+        # Without a parser vLLM refuses every request that wants a call, even of a function it names.
         needed = {"tool-call-parser", "enable-auto-tool-choice"}
-        parse = all(needed <= side.stack.engine.args.keys() for side in bench.sides)
-        sorts = {"simple": (simple, simple_answers), "parallel": (parallel, parallel_answers)}
-        for name, (rows, answers) in {
-            **sorts,
-            **({"irrelevance": (irrelevant, None)} if parse else {}),
-        }.items():
-            accepted = None if answers is None else {row["id"]: row["ground_truth"] for row in answers}
-            choice: tools.Choice = "auto" if parse else "required"
-            yield from tools.tasks(rows, accepted, name, self.tasks, self.max_tokens, bench.seed, choice)
+        if not all(needed <= side.stack.engine.args.keys() for side in bench.sides):
+            bench.progress(0.0, f"tools is left out: a Stack has no {' and '.join(sorted(needed))}")
+            return
+        sorts = {
+            "simple": (simple, simple_answers),
+            "parallel": (parallel, parallel_answers),
+            "irrelevance": (irrelevant, []),
+        }
+        for name, (rows, answers) in sorts.items():
+            accepted = {row["id"]: row["ground_truth"] for row in answers} or None
+            yield from tools.tasks(rows, accepted, name, self.tasks, self.max_tokens, bench.seed)
 
 
 @dataclass(frozen=True, slots=True)

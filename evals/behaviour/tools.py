@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from strop.evals.behaviour.tasks import Answer, Call, Grade, Task, json_value, pick, right, wrong
 from strop.evals.observation import Metric
@@ -24,8 +24,6 @@ METRICS = (
         "share of requests whose streamed answer is read like the one that came whole",
     ),
 )  # fmt: skip
-
-Choice = Literal["auto", "required"]
 
 _TYPES = {
     "dict": "object", "float": "number", "double": "number", "tuple": "array", "list": "array",
@@ -97,7 +95,6 @@ def tasks(
     count: int,
     max_tokens: int,
     seed: int,
-    choice: Choice,
 ) -> Iterator[Task]:
     """Tasks of one file of cases; `accepted` holds the right calls by case, None where none is right."""
     for row in pick(rows, count, "tools", name, seed):
@@ -106,7 +103,7 @@ def tasks(
         body = {
             "messages": row["question"][0],
             "tools": openai_tools(functions),
-            "tool_choice": choice,
+            "tool_choice": "auto",
             "temperature": 0,
             "max_tokens": max_tokens,
             "return_token_ids": True,

@@ -248,9 +248,9 @@ def test_all_kinds_on_real_data(tmp_path: Path) -> None:
     assert mean(observations, "refused") == (0, 3 / 18)
     assert "json_valid_constrained" not in {o.metric for o in observations}
     assert {"wrong_call", "invented_result", "stream_differs", "failed_program", "refused"} == {f.kind for f in findings}  # fmt: skip
-    # Without a parser a call can only be demanded, and cases without a right call are left out.
+    # Without a parser vLLM answers no request for a call.
     observations, _ = observe(part, bench(tmp_path, reply))
-    assert "no_call_right" not in {o.metric for o in observations}
+    assert {o.slices[0] for o in observations} == {"structured", "coding"}
 
 
 @needs_data
@@ -258,11 +258,12 @@ def test_the_tasks_of_a_suite_are_the_same_in_every_run(tmp_path: Path) -> None:
     part = Behaviour(data=DATA, tasks=4, kinds=KINDS, allow_code_without_isolation=True)
 
     def bodies() -> list[Any]:
-        return [(t.id, t.body) for t in asyncio.run(part._tasks(bench(tmp_path, lambda *_: "a")))]
+        args = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
+        return [(t.id, t.body) for t in asyncio.run(part._tasks(bench(tmp_path, lambda *_: "a", **args)))]
 
     first = bodies()
     assert {name.split("/")[0] for name, _ in first[:5]} == set(KINDS)
-    assert first == bodies() and len({name for name, _ in first}) == len(first) == 4 * (2 + 2 + 3)
+    assert first == bodies() and len({name for name, _ in first}) == len(first) == 4 * (2 + 3 + 3)
 
 
 SAMPLES = """\
