@@ -1,4 +1,4 @@
-"""The `evals:` section of strop.yaml."""
+"""The `evals:` and `cost:` sections of strop.yaml."""
 
 from pydantic import Field
 
@@ -24,3 +24,18 @@ class EvalSettings(Section):
     """The whole interval of candidate over champion time must lie below this; lower asks for more gain."""
     seed: int = 0
     """Seed of the resampling, and of sampled requests that were recorded without one."""
+
+
+class CostSettings(Section):
+    """Prices, all in one currency."""
+
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Of one machine, busy or not."""
+    machines: int = Field(default=1, ge=1)
+    """Machines that serve."""
+    api_input: float | None = Field(default=None, ge=0)
+    """What an API asks for a million input tokens, to compare with."""
+    api_cached: float | None = Field(default=None, ge=0)
+    """The same for input tokens that it finds in its cache; null asks the full price."""
+    api_output: float | None = Field(default=None, ge=0)
+    """The same for output tokens."""

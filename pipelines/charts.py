@@ -155,6 +155,51 @@ def interval(low: float, ratio: float, high: float, reach: float, verdict: str) 
     ).format(verdict, f"{ratio:.3f}, from {low:.3f} to {high:.3f}", ends[0], ends[2], ends[1])
 
 
+def bounded_interval(
+    low: float | None, value: float, high: float | None, bound: float, at_most: bool, verdict: str
+) -> Markup:
+    """An interval against its bound, the side beyond it shaded; an end that is None runs off the edge."""
+    ends = [v for v in (low, value, high, bound) if v is not None]
+    margin = 0.12 * (max(ends) - min(ends)) or 1.0
+    x = Axis(min(ends) - margin, max(ends) + margin, 4, 152)
+    at = x.at(bound)
+    beyond = (at, 156 - at) if at_most else (4, at - 4)
+    shade = Markup('<rect class="beyond" x="{}" y="1" width="{}" height="16"/>').format(
+        round(beyond[0], 1), round(beyond[1], 1)
+    )
+    line = Markup('<line class="bound" x1="{}" x2="{}" y1="1" y2="17"/>').format(at, at)
+    return _small(low, value, high, x, verdict, shade + line)
+
+
+def scaled_interval(
+    low: float | None, value: float, high: float | None, scale: tuple[float, float], neutral: float | None,
+    verdict: str,
+) -> Markup:  # fmt: skip
+    """An interval on a scale that several share, with a line where nothing differs."""
+    margin = 0.04 * (scale[1] - scale[0]) or 1.0
+    x = Axis(scale[0] - margin, scale[1] + margin, 4, 152)
+    line = Markup("")
+    if neutral is not None:
+        line = Markup('<line class="axis" x1="{}" x2="{}" y1="1" y2="17"/>').format(
+            x.at(neutral), x.at(neutral)
+        )
+    return _small(low, value, high, x, verdict, line)
+
+
+def _small(
+    low: float | None, value: float, high: float | None, x: Axis, verdict: str, behind: Markup
+) -> Markup:
+    left, right = 0 if low is None else x.at(low), 160 if high is None else x.at(high)
+    words = " to ".join("open" if end is None else f"{end:.4g}" for end in (low, high))
+    opening = Markup(
+        '<svg class="interval {}" viewBox="0 0 160 18" width="160" height="18" role="img" aria-label="{}">'
+    ).format(verdict, f"{value:.4g}, from {words}")
+    mark = Markup(
+        '<line class="whisker" x1="{}" x2="{}" y1="9" y2="9"/><circle cx="{}" cy="9" r="3.5"/></svg>'
+    )
+    return opening + behind + mark.format(left, right, x.at(value))
+
+
 def _x(low: float, high: float, width: int = WIDTH) -> Axis:
     return Axis(low, high, LEFT, width - LEFT - RIGHT)
 

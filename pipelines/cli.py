@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from strop.pipelines.commands import fleet, loop, replay, serve, stack, traces
+from strop.pipelines.commands import cost, fleet, loop, prompts, replay, serve, stack, traces
+from strop.pipelines.commands import eval as evaluation
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,12 +19,15 @@ app = typer.Typer(
     "Start with `strop demo`, or write a strop.yaml (`strop config`) and run `strop serve`, then `strop loop run`.",
 )
 app.add_typer(loop.app, name="loop")
+app.add_typer(evaluation.app, name="eval")
 app.add_typer(traces.app, name="traces")
 app.add_typer(stack.app, name="stack")
 app.add_typer(fleet.app, name="fleet")
+app.add_typer(prompts.app, name="prompts")
 app.command()(serve.serve)
 app.command()(fleet.top)
 app.command()(replay.replay)
+app.command()(cost.cost)
 app.command()(loop.promote)
 app.command()(loop.rollback)
 

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from strop.evals.losslessness import outputs_agree
+from strop.evals.regressions import cases_of_traces, remember
 from strop.pipelines.registry import Registry, Version
 from strop.pipelines.settings import Settings
 from strop.serving.cluster import FleetUnavailable, RemoteFleet, connect, start_fleet, start_ray
@@ -20,6 +23,8 @@ from strop.serving.rollout import Event, Rollout, roll_out
 from strop.serving.settings import GatewaySettings
 from strop.serving.stack import Stack, Topology
 from strop.serving.traces import PROBE_TENANT, Trace, TraceStore
+
+logger = logging.getLogger(__name__)
 
 
 class DeploymentError(RuntimeError):
@@ -90,6 +95,20 @@ def recent_traces(home: Path, stack: Stack, limit: int = 64) -> list[Trace]:
         lambda t: t.stack == stack.fingerprint and t.tenant != PROBE_TENANT
     )
     return list(deque(served, maxlen=limit))
+
+
+def remember_taken_back(home: Path, candidate: Stack, since: datetime) -> int:
+    """Keep the requests that a candidate failed before it was taken back; returns how many are new."""
+    recover(home / "traces")
+    served = TraceStore(home / "traces").scan(
+        lambda t: t.stack == candidate.fingerprint and t.started_at >= since
+    )
+    try:
+        return remember(home, cases_of_traces(served))
+    except OSError as error:
+        # The candidate is gone either way, and its loop has more to do.
+        logger.warning("What the candidate failed could not be kept: %s", error)
+        return 0
 
 
 def champion_of(fleet: RemoteFleet) -> Stack:

@@ -18,7 +18,14 @@ from typing import Any
 from strop.evals.judge import judge
 from strop.evals.proposal import Budget, Candidate, Declined, Learner
 from strop.evals.verdict import Verdict
-from strop.pipelines.deployment import champion_of, checker, serving_stack, temporary_fleet, warm_prompts
+from strop.pipelines.deployment import (
+    champion_of,
+    checker,
+    remember_taken_back,
+    serving_stack,
+    temporary_fleet,
+    warm_prompts,
+)
 from strop.pipelines.progress import Board
 from strop.pipelines.recording import write_report
 from strop.pipelines.registry import LoopJournal, Registry
@@ -262,6 +269,7 @@ class _Loop:
             # Cut over to before an interruption; what is left is to say so.
             result = Rollout(True, "the candidate serves all traffic", [])
         else:
+            since = datetime.now(UTC)
             with self.live_traffic():
                 result = roll_out(
                     fleet,
@@ -274,6 +282,8 @@ class _Loop:
                     on_event=lambda e: self.board.update(_EVENTS.get(e.event, 0.9), f"{e.event}: {e.detail}"),
                     on_evidence=lambda seen, text: self.board.update(0.55 + 0.25 * seen, f"canary: {text}"),
                 )
+            if not result.promoted:
+                remember_taken_back(self.home, candidate, since)
         if result.promoted:
             self.registry.promote(judged["version"])
         return {"rollout": result.to_dict()}

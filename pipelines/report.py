@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jinja2
 import numpy as np
+from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict
 
 from strop.evals.verdict import Comparison, Verdict
@@ -113,11 +114,12 @@ def render(data: ReportData) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(seconds=_seconds, number=_number, value=_value)
+    environment.filters.update(seconds=seconds_words, number=_number, value=_value)
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     verdict = data.verdicts[-1] if data.verdicts else None
     slowest = max((stage.seconds or 0 for stage in data.stages), default=0) or 1
     return template.render(
+        style=style(),
         data=data,
         headline=_headline(data.outcome, verdict),
         tone={"promoted": "good", "no candidate": "plain"}.get(data.outcome, "bad"),
@@ -129,6 +131,11 @@ def render(data: ReportData) -> str:
         stages=[(stage, 100 * (stage.seconds or 0) / slowest) for stage in data.stages],
         weights=_weights(data.rollout),
     )
+
+
+def style() -> Markup:
+    """The style sheet of all reports, to be put into the page itself."""
+    return Markup(Path(__file__).with_name("report.css").read_text(encoding="utf-8"))
 
 
 def _headline(outcome: str, verdict: Verdict | None) -> str:
@@ -170,7 +177,7 @@ def _tiles(verdict: Verdict) -> list[dict[str, str]]:
                 "title": "Time per request",
                 "number": f"{latency.ratio:.2f}×",
                 "interval": f"{latency.ratio_low:.2f} to {latency.ratio_high:.2f}",
-                "note": f"{_seconds(latency.champion)} → {_seconds(latency.candidate)} on average",
+                "note": f"{seconds_words(latency.champion)} → {seconds_words(latency.candidate)} on average",
             }
         )
     return tiles
@@ -295,7 +302,7 @@ def _weights(rollout: Sequence[RolloutEvent]) -> str:
     return charts.weights(times, shares, max(times, default=0) * 1.04)
 
 
-def _seconds(value: float | None) -> str:
+def seconds_words(value: float | None) -> str:
     if value is None:
         return "–"
     if 0 < value < 1:

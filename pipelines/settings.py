@@ -6,7 +6,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from strop.evals.settings import EvalSettings
+from strop.evals.settings import CostSettings, EvalSettings
 from strop.pipelines.drift import Drift
 from strop.serving.settings import Section, ServingSettings
 from strop.speculators.settings import SpeculatorSettings
@@ -61,6 +61,8 @@ class Settings(Section):
     """The learner of draft models."""
     evals: EvalSettings = EvalSettings()
     """The judge."""
+    cost: CostSettings = CostSettings()
+    """Prices for `strop cost`."""
 
     @property
     def model_path(self) -> Path:

@@ -53,6 +53,8 @@ class Outcome:
     tool_calls: list[dict[str, Any]]
     finish_reason: str | None
     speculation: Speculation | None
+    queue_s: float | None = None
+    """Until the engine's scheduler took it up, as the engine says (--enable-per-request-metrics)."""
 
 
 async def send(
@@ -151,6 +153,7 @@ class _Answer:
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_reason: str | None = None
     speculation: Speculation | None = None
+    queue_s: float | None = None
 
     def outcome(
         self, *, request_id: str, session: str, error: str | None, started_s: float, e2e_s: float
@@ -175,6 +178,7 @@ class _Answer:
             tool_calls=[self.tool_calls[index] for index in sorted(self.tool_calls)],
             finish_reason=self.finish_reason,
             speculation=self.speculation,
+            queue_s=self.queue_s,
         )
 
     def saw_content(self, now: float, start: float) -> None:
@@ -236,8 +240,11 @@ def _take_event(event: dict[str, Any], answer: _Answer) -> str | None:
         answer.prompt_tokens = int(usage["prompt_tokens"])
         answer.output_tokens = int(usage.get("completion_tokens") or 0)
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    if counts := (event.get("metrics") or {}).get("speculative_decoding"):
+    metrics = event.get("metrics") or {}
+    if counts := metrics.get("speculative_decoding"):
         answer.speculation = _speculation(counts)
+    if (queue_ms := metrics.get("queue_time_ms")) is not None:
+        answer.queue_s = float(queue_ms) / 1000
     return None
 
 

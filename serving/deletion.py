@@ -2,8 +2,8 @@
 
 A deletion is noted first (`tombstones`) and carried out then, so that one that was killed anywhere
 is completed by the next. It goes through the journals, the Parquet parts, the quarantine, named
-datasets, and the loops' frozen selections with the hidden states computed from them, and looks
-again at the end. Whoever makes a selection outside of a loop holds `tombstones.epoch` meanwhile.
+datasets, the requests that once failed, and the loops' frozen selections with the hidden states
+computed from them, and looks again at the end. Whoever makes a selection outside of a loop holds `tombstones.epoch` meanwhile.
 What was learned (drafts, Stacks) and measured (verdicts, which name sessions) stays.
 """
 
@@ -22,6 +22,8 @@ from strop.serving.tombstones import Tombstones, bury, epoch, read_tombstones, s
 from strop.serving.traces import TraceStore, read_table, write_table
 
 SPLITS = ("train", "heldout")
+REGRESSIONS = "regressions"
+"""Folder of the home in which each file holds one request that once failed."""
 _KEY = ["tenant", "session", "started_at"]
 
 
@@ -30,7 +32,7 @@ class Deleted:
     """What was removed, and what was not."""
 
     records: int = 0
-    """Rows of Parquet files; records that were still in a journal are not counted."""
+    """Rows of Parquet files, and requests that once failed; records that were still in a journal are not counted."""
     files: int = 0
     """Files removed or written anew."""
     unreadable: int = 0
@@ -73,6 +75,8 @@ def carry_out(home: Path, wait_s: float = 30.0) -> Deleted:
             _forget_quarantined(path, deleted, done)
         for path in _datasets(home):
             _forget_part(path, deleted, done, keep_empty=True)
+        for path in regressions(home):
+            _forget_regression(path, deleted, done)
         with idle_loops(home) as (loops, busy):
             for loop in loops:
                 _forget_loop(loop, deleted, done)
@@ -108,11 +112,18 @@ def _datasets(home: Path) -> list[Path]:
     return sorted((home / "datasets").glob("[!.]*/*/*.parquet"))
 
 
+def regressions(home: Path) -> list[Path]:
+    """One line of JSON each, which begins with the tenant, the session and the time."""
+    return sorted((home / REGRESSIONS).glob("[!.]*.json"))
+
+
 def _sweep(home: Path) -> None:
     """Remove what writers left that were killed in the act; no file is being written meanwhile."""
     for pattern in ("day=*/stack_id=*/.*", "quarantine/.*"):
         for path in (home / "traces").glob(pattern):
             path.unlink(missing_ok=True)
+    for path in (home / REGRESSIONS).glob(".*"):
+        path.unlink(missing_ok=True)
     for half in (home / "datasets").glob(".*/"):
         shutil.rmtree(half)
 
@@ -146,6 +157,13 @@ def _forget_quarantined(path: Path, deleted: Tombstones, done: Deleted) -> None:
     elif len(kept) < len(lines):
         write_atomic(path, b"\n".join(kept))
         done.files += 1
+
+
+def _forget_regression(path: Path, deleted: Tombstones, done: Deleted) -> None:
+    with suppress(FileNotFoundError):
+        if _covered(path, deleted):
+            done.records += 1
+            _remove(path, done)
 
 
 def _forget_loop(loop: Path, deleted: Tombstones, done: Deleted) -> None:
@@ -187,7 +205,8 @@ def _still_there(home: Path, loops: Iterable[Path], deleted: Tombstones) -> Iter
     """
     frozen = (f for loop in loops for split in SPLITS for f in (loop / split).glob("*.parquet"))
     root = home / "traces"
-    for path in (*TraceStore(root).files(), *_datasets(home), *frozen, *_quarantined(root)):
+    others = (*_datasets(home), *regressions(home), *_quarantined(root))
+    for path in (*TraceStore(root).files(), *others, *frozen):
         with suppress(FileNotFoundError):
             if _covered(path, deleted):
                 yield path

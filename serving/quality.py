@@ -1,6 +1,6 @@
 """What is plainly wrong with an answer, read from its trace alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,19 +64,29 @@ def flags(trace: Trace) -> Flags:
 
 def find_loop(token_ids: list[int]) -> Loop | None:
     """The first stretch of the shortest period that repeats `LOOP_TIMES` over at least `LOOP_TOKENS`."""
+    return next(find_loops(token_ids), None)
+
+
+def find_loops(token_ids: Sequence[int], longest_period: int = LONGEST_PERIOD) -> Iterator[Loop]:
+    """All such stretches, shortest periods first. One of a multiple of a period inside of its stretch is none."""
     ids = np.asarray(token_ids)
-    for period in range(1, min(LONGEST_PERIOD, len(ids) // LOOP_TIMES) + 1):
+    found: list[Loop] = []
+    for period in range(1, min(longest_period, len(ids) // LOOP_TIMES) + 1):
         needed = max(LOOP_TOKENS, LOOP_TIMES * period)
         if len(ids) < needed:
             break
         repeated = (ids[period:] == ids[:-period]) & (ids[period:] != WITHHELD)
         same = np.concatenate(([False], repeated, [False]))
         starts, ends = np.flatnonzero(np.diff(same.astype(np.int8))).reshape(-1, 2).T
-        long = np.flatnonzero(ends - starts + period >= needed)
-        if len(long):
-            first = long[0]
-            return Loop(int(starts[first]), period, int(ends[first] - starts[first] + period))
-    return None
+        for run in np.flatnonzero(ends - starts + period >= needed):
+            loop = Loop(int(starts[run]), period, int(ends[run] - starts[run] + period))
+            if not any(period % known.period == 0 and _within(loop, known) for known in found):
+                found.append(loop)
+                yield loop
+
+
+def _within(loop: Loop, other: Loop) -> bool:
+    return other.start <= loop.start and loop.start + loop.tokens <= other.start + other.tokens
 
 
 def _any(faults: Iterable[bool]) -> bool | None:

@@ -28,6 +28,7 @@ async def replay(
     on_start: OnStart = lambda *_: None,
     on_outcome: OnOutcome = lambda *_: None,
     timeout_s: float = 600,
+    tenant: str | None = None,
 ) -> list[Outcome]:
     """Play sessions against `base_url`; returns the outcomes in the order in which they came.
 
@@ -56,7 +57,13 @@ async def replay(
                 request = session.request(turn, answers)
                 on_start(session, turn)
                 outcome = await send(
-                    client, base_url, request.endpoint, request.body, session=session.id, timeout_s=timeout_s
+                    client,
+                    base_url,
+                    request.endpoint,
+                    request.body,
+                    session=session.id,
+                    tenant=tenant,
+                    timeout_s=timeout_s,
                 )
                 outcomes.append(outcome)
                 on_outcome(session, turn, outcome)

@@ -2,7 +2,8 @@
 
 Files go whole; empty folders stay, since someone may be about to write into them. Names carry the
 time of the first record, so that age needs no look inside, and a folder is measured anew only when
-something in it changed. Loops' frozen selections and hidden states follow the limit of age.
+something in it changed. Loops' frozen selections and hidden states, and requests that once failed, follow
+the limit of age.
 """
 
 import logging
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import orjson
 import pyarrow as pa
 
-from strop.serving.deletion import SPLITS, carry_out, idle_loops, maintaining
+from strop.serving.deletion import SPLITS, carry_out, idle_loops, maintaining, regressions
 from strop.serving.settings import RetentionSettings
 from strop.serving.traces import read_table
 
@@ -76,6 +78,7 @@ def prune(
                 if moment >= oldest:
                     break
                 _remove(path, done)
+            _prune_regressions(home, oldest, done)
             _prune_loops(home, oldest, done)
         done.kept_bytes = (sizes or Sizes()).total(root)
         if max_gib is not None and done.kept_bytes > max_gib * _GIB:
@@ -147,6 +150,18 @@ def _remove(path: Path, done: Pruned) -> int:
     done.files += 1
     done.bytes += size
     return size
+
+
+def _prune_regressions(home: Path, oldest: datetime, done: Pruned) -> None:
+    for path in regressions(home):
+        try:
+            old = datetime.fromisoformat(orjson.loads(path.read_bytes())["started_at"]) < oldest
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError):
+            old = True  # Nobody can tell.
+        if old:
+            _remove(path, done)
 
 
 def _prune_loops(home: Path, oldest: datetime, done: Pruned) -> None:

@@ -62,6 +62,10 @@ def build(home: Path, placed: list[tuple[str, Trace]]) -> None:
         elif place == "torn":
             (root / "quarantine").mkdir(parents=True, exist_ok=True)
             (root / "quarantine" / "x.torn").write_bytes(b"\n".join(orjson.dumps(t)[:-9] for t in some))
+        elif place == "regression":
+            (home / "regressions").mkdir(parents=True, exist_ok=True)
+            for trace in some:
+                (home / "regressions" / f"{trace.request_id}.json").write_bytes(orjson.dumps(trace))
         elif place == "dataset":
             TraceSet.create(home / "datasets" / "mine" / "train", some)
         else:
@@ -79,6 +83,7 @@ PLACES = (
     "quarantined part",
     "torn",
     "dataset",
+    "regression",
     "loop-1/train",
     "loop-1/heldout",
     "loop-2/train",
@@ -131,7 +136,7 @@ def test_nothing_of_the_deleted_is_left_and_the_rest_is_intact(tmp_path_factory,
     store = list(TraceStore(home / "traces").scan())
     expected = [t for place, t in placed if place in ("part", "journal") and not is_deleted(t)]
     assert sorted(store, key=repr) == sorted(expected, key=repr)
-    for place in PLACES[5:]:
+    for place in PLACES[6:]:
         if any(p == place for p, _ in placed):
             kept = [t for p, t in placed if p == place and not is_deleted(t)]
             assert list(TraceSet(home / "loops" / place)) == kept
