@@ -112,8 +112,11 @@ class Bench:
 class Part(Protocol):
     """A part of an evaluation. Its options are its own fields, read from the suite's YAML."""
 
-    name: str
-    metrics: Sequence[Metric]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metrics(self) -> Sequence[Metric]: ...
 
     def observe(self, bench: Bench) -> AsyncIterator[Observation | Finding]:
         """Ask both servers and yield what was seen; requests in `bench.done` are left out.
