@@ -37,7 +37,8 @@ def template_probe(request: Request) -> Request:
     kept = {name: value for name, value in request.body.items() if name in _OF_THE_PROMPT}
     extra = {"max_tokens": GREEDY_TOKENS, "temperature": 0, "stream": False, "return_token_ids": True}
     if request.endpoint == "chat":
-        extra |= {"logprobs": True, "top_logprobs": 1}
+        # The first that vLLM tells is the token that was picked, whether or not any is likelier.
+        extra |= {"logprobs": True, "top_logprobs": 2}
     return replace(request, body={**kept, **extra})
 
 

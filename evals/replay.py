@@ -35,7 +35,8 @@ class Request:
         )
 
     def made_greedy(self) -> "Request":
-        kept = {name: value for name, value in self.body.items() if name not in _NEUTRAL}
+        # A sampler that draws all the same would hide behind a seed.
+        kept = {name: value for name, value in self.body.items() if name not in (*_NEUTRAL, "seed")}
         return replace(self, body={**kept, "temperature": 0})
 
     def made_sampled(self) -> "Request":

@@ -83,7 +83,13 @@ class FakeServer:
         rows = self.logprobs([*prompt, *tokens][len(prompt) - 1 : -1])
         if "messages" in body:
             entries = [
-                {"logprob": float(row[token]), "top_logprobs": [{"logprob": float(row.max())}]}
+                {
+                    "logprob": float(row[token]),
+                    # As vLLM does: the token that was drawn, then the likeliest, cut to as many as were asked for.
+                    "top_logprobs": [{"logprob": float(row[i])} for i in (token, *np.argsort(-row))][
+                        : body["top_logprobs"]
+                    ],
+                }
                 for token, row in zip(tokens, rows, strict=True)
             ]
             whole = {**choice, "message": {"content": "x"}, "logprobs": {"content": entries}}
