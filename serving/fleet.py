@@ -296,12 +296,15 @@ class Fleet:
     def _heal(self, pool: Pool) -> None:
         for group in pool.groups:
             asked = dict(group.replicas)
-            urls = [status_of(replica).url for replica in asked.values()]
+            statuses = [status_of(replica) for replica in asked.values()]
+            urls = [status.url for status in statuses]
             with self.lock:
                 if self.pools.get(pool.stack.fingerprint) is not pool:
                     return
-                if asked == group.replicas and all(urls) and urls != group.urls:
-                    # A replica was started again on another machine.
+                answering = all(status.alive for status in statuses)
+                if asked == group.replicas and answering and urls != group.urls:
+                    # A replica was started again on another machine. A router that is told of one that
+                    # does not answer yet is busy with it for a minute, and so would we be.
                     group.urls = urls
                     for router in group.routers:
                         set_workers(router.url, urls)

@@ -18,7 +18,8 @@ from strop.serving.stack import Stack
 NAMESPACE = "strop"
 ORPHAN_S = 20.0
 """How long a server outlives the actor that owns it; longer than Ray takes to start that again."""
-FORGOTTEN_S = 60.0
+FORGOTTEN_S = 180.0
+"""Longer than a fleet that is busy with something else may leave it alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,3 +128,16 @@ def test_replicas_come_and_go_and_no_request_is_lost(fleet: Fleet, monkeypatch: 
         fleet.scale(0)
     with pytest.raises(ProcessError, match="No Stack abc"):
         fleet.scale(2, "abc")
+
+
+def test_routers_are_not_told_of_a_replica_that_does_not_answer_yet(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for it, and the fleet for them, while nobody asks for the other replicas."""
+    (pool,) = fleet.pools.values()
+    before = list(pool.urls)
+    starting = ReplicaStatus("http://127.0.0.1:9", False, 0, 0.0, 1)
+    monkeypatch.setattr("strop.serving.fleet.status_of", lambda _: starting)
+    began = time.monotonic()
+    fleet._heal(pool)
+    assert pool.urls == before and time.monotonic() - began < 5
