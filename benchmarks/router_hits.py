@@ -3,7 +3,7 @@
     python benchmarks/router_hits.py [--trace mooncake_conversation_trace.jsonl.gz] [--quick]
 
 The prompts of the Mooncake trace (github.com/kvcache-ai/Mooncake, Qin et al., arXiv 2407.00079) are
-known as blocks of 512 tokens; here each block becomes 16 tokens of text of its own, so that a small
+known as blocks of 512 tokens; here each block becomes 32 tokens of text of its own, so that a small
 random model can serve them with the same reuse. Two routers stand in front of the same replicas: the
 fleet's, which looks for the cached prefix, and one that takes the replicas in turn. They get the same
 requests in the same order, alternating in rounds; a salt of its own keeps every round's cache apart.
@@ -37,8 +37,9 @@ from strop.serving.client import Outcome, send
 from strop.serving.process import Child, free_port
 from strop.serving.settings import ServingSettings
 
-BLOCK_TOKENS = 16
-LONGEST_BLOCKS = 100
+BLOCK_TOKENS = 32
+"""The smallest block of the prefix cache that vLLM has on CPUs."""
+LONGEST_BLOCKS = 55
 CONCURRENCY = 8
 ENGINE = {"max-model-len": 2048, "max-num-seqs": 8, "enforce-eager": True, "block-size": BLOCK_TOKENS}
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_conversation_trace.jsonl.gz"
