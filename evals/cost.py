@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 
-from strop.evals.observation import Metric, Observation
 from strop.evals.settings import CostSettings
-from strop.evals.speed_summary import Level
 from strop.serving.quality import flags
 from strop.serving.traces import Trace
 
@@ -298,41 +296,6 @@ def payback(
     saved = saved_server_s * requests_per_day * prices.machines * price_per_s
     saved_s = saved_server_s * requests_per_day * prices.machines
     return Payback(cost, saved, produced_s / saved_s if saved_s > 0 else None)
-
-
-COST_METRICS = (
-    Metric(
-        "cost_per_request",
-        "currency",
-        "lower",
-        "ratio",
-        "cost of the machines per request, kept busy at a given number at once",
-    ),
-)
-
-
-def cost_observations(
-    observations: Iterable[Observation], reference: CostSettings, candidate: CostSettings
-) -> Iterator[Observation]:
-    """`cost_per_request` of both Stacks from what speed saw under load, with the slices of that."""
-    per_second = [s.machines * (s.price_per_hour or 0.0) / 3600 for s in (reference, candidate)]
-    for one in observations:
-        if one.metric == "loaded_server_s" and one.reference is not None:
-            yield Observation(
-                "cost_per_request",
-                one.request_id,
-                one.session,
-                one.slices,
-                tuple(seconds * per_second[1] for seconds in one.candidate),
-                tuple(seconds * per_second[0] for seconds in one.reference),
-            )
-
-
-def per_request_in_time(level: Level, prices: CostSettings) -> float | None:
-    """Cost per request within the latency objective; those that miss it are paid for, too."""
-    if not level.in_time_per_s:
-        return None
-    return prices.machines * (prices.price_per_hour or 0.0) / 3600 / level.in_time_per_s
 
 
 def _microseconds(moment: datetime) -> int:

@@ -7,7 +7,8 @@ import httpx
 
 from strop.evals.observation import Arm, EvalError, Side
 from strop.serving.client import auth_headers
-from strop.serving.stack import Artifact, Engine, Hardware, Stack, StackError
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Stack, StackError
 
 UNKNOWN = "unknown"
 ASSUMED_DTYPE = "bfloat16"

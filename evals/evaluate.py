@@ -17,6 +17,7 @@ from strop.evals.gates import Decision, decide, verdict
 from strop.evals.journal import Journal, PartRun, Recorded, Seen
 from strop.evals.observation import Bench, EvalError, Finding, Metric, Observation, Side
 from strop.evals.proposal import Progress
+from strop.evals.speed_summary import load_curves
 from strop.evals.suite import Plan, Planned
 from strop.evals.summary import summarise
 from strop.serving.home import home, locked, write_atomic
@@ -196,6 +197,7 @@ def summed_up(
         figures=tuple(figure(m, m.interval(CONFIDENCE), CONFIDENCE) for m in aggregate.each()),
         findings=_shown(findings),
         curves=tuple(_curves(aggregate)),
+        load=tuple(load_curves(s for s in seen if isinstance(s, Observation)).values()),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from strop.evals.gates import Answer
+from strop.evals.speed_summary import LoadCurve
 
 
 class _Frozen(BaseModel):
@@ -107,6 +108,8 @@ class Evaluation(_Frozen):
     figures: tuple[Figure, ...]
     findings: tuple[Shown, ...]
     curves: tuple[Curve, ...]
+    load: tuple[LoadCurve, ...] = ()
+    """Throughput against concurrency of each Stack, where the suite measured it."""
 
     @property
     def passed(self) -> bool:

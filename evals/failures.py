@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from strop.evals import determinism, leakage
 from strop.evals.faults import Fault, FaultKind, Said, faults, said
@@ -13,6 +13,7 @@ from strop.evals.observation import Bench, Finding, Metric, Observation, Side
 from strop.evals.replay import Request, Server, select
 from strop.evals.settings import EvalSettings
 from strop.serving.client import Outcome
+from strop.serving.settings import Section
 from strop.serving.traces import Trace
 
 _WORDS: dict[FaultKind, str] = {
@@ -31,9 +32,7 @@ _SHOWN = 2000
 """Characters of an answer that a Finding keeps."""
 
 
-class Failures(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
+class Failures(Section):
     metrics: ClassVar[tuple[Metric, ...]] = (*FAULTS, *determinism.METRICS, *leakage.METRICS)
 
     name: Literal["failures"] = "failures"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from strop.evals.failures import shown
 from strop.evals.faults import Said, faults
@@ -27,6 +27,7 @@ from strop.serving.deletion import REGRESSIONS
 from strop.serving.home import home as strop_home
 from strop.serving.home import write_atomic
 from strop.serving.quality import flags
+from strop.serving.settings import Section
 from strop.serving.tombstones import epoch, read_tombstones
 from strop.serving.traces import PROBE_TENANT, Choice, Trace
 
@@ -216,10 +217,8 @@ def _bound(root: Path, max_cases: int, max_bytes: int) -> None:
         count, total = count - 1, total - size
 
 
-class Regressions(BaseModel):
+class Regressions(Section):
     """The part `regressions`: what once failed is asked again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(

@@ -1,4 +1,4 @@
-"""What the observations of speed say together: quantiles, throughput against concurrency, and its knee."""
+"""What the observations of load say together: throughput against concurrency, and its knee."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,74 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.evals.observation import ARMS, Arm, Metric, Observation
-from strop.evals.statistics import Ratio, Totals, paired_quantile_ratio, paired_ratio
-
-QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """One metric of one slice: mean and quantiles of both Stacks, and the ratio of each with its interval."""
-
-    metric: str
-    slice: str
-    requests: int
-    reference: dict[str, float]
-    """`mean`, `p50`, `p95`, `p99`, in the metric's unit."""
-    candidate: dict[str, float]
-    ratios: dict[str, Ratio]
-    """Candidate over reference where that is what counts; what there is too little data for is not in it."""
-
-
-def quantiles(
-    observations: Iterable[Observation], metrics: Sequence[Metric], samples: int = 2000, seed: int = 0
-) -> tuple[Summed, ...]:
-    """Mean and quantiles of every time that is compared as a ratio or in seconds, by slice, `all` first."""
-    wanted = {metric.name: metric.compare == "ratio" for metric in metrics if metric.unit}
-    groups: dict[tuple[str, str], list[Observation]] = {}
-    for one in observations:
-        if one.metric in wanted and one.reference is not None:
-            for slice_ in ("all", *one.slices):
-                groups.setdefault((one.metric, slice_), []).append(one)
-    order = [metric.name for metric in metrics]
-    ordered = sorted(groups.items(), key=lambda group: (order.index(group[0][0]), group[0][1] != "all"))
-    found = []
-    for (metric, name), group in ordered:
-        enough = len({one.session for one in group}) >= _SESSIONS
-        ratios = _ratios(group, samples, seed) if enough and wanted[metric] else {}
-        candidate = [float(np.mean(one.candidate)) for one in group]
-        reference = [float(np.mean(one.reference or ())) for one in group]
-        found.append(Summed(metric, name, len(group), _of(reference), _of(candidate), ratios))
-    return tuple(found)
-
-
-_SESSIONS = 5
-"""With fewer, resampling sessions says nothing of how much they differ."""
-
-
-def _ratios(group: Sequence[Observation], samples: int, seed: int) -> dict[str, Ratio]:
-    candidate = [float(np.mean(one.candidate)) for one in group]
-    reference = [float(np.mean(one.reference or ())) for one in group]
-    sessions = [one.session for one in group]
-    ratios: dict[str, Ratio] = {}
-    for quantile, share in {"mean": None, **QUANTILES}.items():
-        try:
-            if share is None:
-                totals = Totals(reference), Totals(candidate)
-                ratios[quantile] = paired_ratio(*totals, sessions, samples=samples, seed=seed)
-            else:
-                ratios[quantile] = paired_quantile_ratio(
-                    reference, candidate, sessions, share, samples=samples, seed=seed
-                )
-        except ValueError:
-            continue
-    return ratios
-
-
-def _of(values: Sequence[float]) -> dict[str, float]:
-    found = np.quantile(values, list(QUANTILES.values()), method="inverted_cdf")
-    return {"mean": float(np.mean(values)), **dict(zip(QUANTILES, map(float, found), strict=True))}
+from strop.evals.observation import ARMS, Arm, Observation
 
 
 @dataclass(frozen=True, slots=True)

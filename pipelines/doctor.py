@@ -70,7 +70,8 @@ def _python() -> Finding:
 
 
 def _cpu() -> Finding:
-    from strop.serving.stack import StackError, detect_hardware, native_dtype
+    from strop.serving.hardware import detect_hardware, native_dtype
+    from strop.serving.stack import StackError
 
     try:
         hardware = detect_hardware()

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from strop.evals.evaluation import Evaluation, Figure, GateResult, Shown
 from strop.evals.gates import Answer
+from strop.evals.speed_summary import Level, LoadCurve
 from strop.evals.summary import bound_words, ends_words, estimate_words, gate_words, number
 from strop.pipelines import charts
 from strop.pipelines.charts import Series
@@ -76,6 +77,8 @@ def html(evaluation: Evaluation) -> str:
         findings_left_out=max(0, len(listed) - LISTED),
         finding_counts=_counts(evaluation.findings),
         curves=list(_curves(evaluation)),
+        load=list(_load(evaluation.load)),
+        knees=", ".join(_knee(curve) for curve in evaluation.load),
         groups=list(_groups(evaluation.figures)),
         confidence=f"{evaluation.figures[0].confidence:.0%}" if evaluation.figures else "95%",
     )
@@ -238,6 +241,17 @@ def _curves(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
             "chart": charts.ecdf(series, unit or curve.metric),
             "caption": f"Median {middle[0]} → {middle[1]} {unit}, 95th percentile {late[0]} → {late[1]} {unit}.",
         }
+
+
+def _load(curves: Sequence[LoadCurve]) -> Iterator[tuple[int, list[Level]]]:
+    """Each level of concurrency with what the Stacks did there, in the curves' order."""
+    for levels in zip(*(curve.levels for curve in curves), strict=True):
+        yield levels[0].concurrency, list(levels)
+
+
+def _knee(curve: LoadCurve) -> str:
+    ends = "" if curve.knee_low == curve.knee_high else f" ({curve.knee_low} to {curve.knee_high})"
+    return f"{curve.arm} at {curve.knee}{ends}"
 
 
 def _groups(figures: Sequence[Figure]) -> Iterator[dict[str, Any]]:

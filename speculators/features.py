@@ -13,8 +13,8 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from strop.serving.hardware import detect_hardware
 from strop.serving.home import write_atomic
-from strop.serving.stack import detect_hardware
 from strop.speculators.samples import Sample, common_prefix
 
 

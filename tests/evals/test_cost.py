@@ -21,14 +21,10 @@ from strop.evals.cost import (
     break_even,
     by_hour,
     by_hour_of_day,
-    cost_observations,
     payback,
-    per_request_in_time,
     served_per_hour,
 )
-from strop.evals.observation import Observation
 from strop.evals.settings import CostSettings
-from strop.evals.speed_summary import Level
 from strop.serving.traces import Choice, Trace
 
 MakeTrace = Callable[..., Trace]
@@ -144,19 +140,6 @@ def test_a_promotion_pays_back_by_hand() -> None:
     assert payback(1800, 0.0, 4500, PRICES).days is None
     assert payback(1800, -1.0, 4500, PRICES).days is None
     assert payback(1800, 0.1, 0, PRICES).days is None
-
-
-def test_cost_of_a_request_under_load() -> None:
-    seen = [
-        Observation("loaded_server_s", "c4/r1", "s1", ("c4",), (1.0,), (2.0,)),
-        Observation("loaded_ttft_s", "c4/r1", "s1", ("c4",), (1.0,), (2.0,)),
-    ]
-    (one,) = cost_observations(seen, CostSettings(price_per_hour=3600, machines=2), PRICES)
-    assert (one.metric, one.slices) == ("cost_per_request", ("c4",))
-    assert one.reference == (4.0,) and one.candidate == (12 / 3600,)
-    level = Level(4, 10, requests_per_s=2.0, low=1, high=3, e2e_s=2.0, in_time=0.5)
-    assert per_request_in_time(level, PRICES) == pytest.approx(12 / 3600)
-    assert per_request_in_time(replace(level, in_time=0.0), PRICES) is None
 
 
 attempts_of_two_days = st.lists(

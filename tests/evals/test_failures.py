@@ -21,8 +21,9 @@ from strop.evals.leakage import found_leaks, marked_prompts
 from strop.evals.observation import Bench, EvalError, Finding, Observation, Side
 from strop.serving.client import Outcome
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
+from strop.serving.hardware import Hardware
 from strop.serving.process import Child, free_port
-from strop.serving.stack import Artifact, Engine, Hardware, Stack, Topology
+from strop.serving.stack import Artifact, Engine, Stack, Topology
 from strop.serving.traces import Choice, Trace
 
 STACK = Stack(

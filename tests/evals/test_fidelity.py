@@ -18,7 +18,8 @@ from strop.evals.fidelity import Fidelity
 from strop.evals.observation import Bench, EvalError, Finding, Observation, Side
 from strop.evals.reference_logits import MAX_ANSWER_BYTES, Cache, ScoreError, most_logprobs, score
 from strop.evals.replay import Server
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Stack
 from strop.serving.traces import WITHHELD, Choice, Trace
 
 VOCAB = 48

@@ -20,7 +20,8 @@ from strop.evals.replay import Pair, Request
 from strop.evals.settings import EvalSettings
 from strop.evals.verdict import Verdict
 from strop.serving.client import Outcome
-from strop.serving.stack import Artifact, Engine, Hardware, Speculator, Stack
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Speculator, Stack
 from strop.serving.traces import Choice, Trace
 
 OUTPUT_TOKENS = 13

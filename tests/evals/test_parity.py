@@ -13,7 +13,8 @@ from scipy.special import log_softmax
 
 from strop.evals.observation import Bench, Finding, Observation, Side
 from strop.evals.parity import PARITY_BOUND, TEXTS, parity
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Stack
 
 
 class TorchEngine:

@@ -25,8 +25,9 @@ from strop.evals.regressions import (
 )
 from strop.pipelines.deployment import remember_taken_back
 from strop.serving.deletion import delete
+from strop.serving.hardware import Hardware
 from strop.serving.retention import prune
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.stack import Artifact, Engine, Stack
 from strop.serving.tombstones import bury
 from strop.serving.traces import Choice, Trace, TraceStore
 

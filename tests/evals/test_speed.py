@@ -22,9 +22,10 @@ from strop.evals.observation import Arm, Bench, EvalError, Finding, Observation,
 from strop.evals.replay import Request
 from strop.evals.speed import Speed
 from strop.evals.speed_load import over_and_over, steadily, window
-from strop.evals.speed_summary import load_curves, quantiles
+from strop.evals.speed_summary import load_curves
 from strop.serving.arrivals import Arrival
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Stack
 from strop.serving.traces import Trace
 
 TOKENS = 5
@@ -326,17 +327,5 @@ def test_a_window_keeps_how_arrivals_bunch(
         assert np.array(found) / found[-1] == pytest.approx(share)
 
 
-def test_quantiles_by_hand() -> None:
-    metrics = [metric for metric in Speed.metrics if metric.name == "ttft_s"]
-    observations = [
-        Observation("ttft_s", f"r{n}", f"s{n}", ("chat",), (float(n) / 2,), (float(n),))
-        for n in range(1, 101)
-    ]
-    (every, chat) = quantiles(observations, metrics, samples=200)
-    assert (every.slice, chat.slice, every.requests) == ("all", "chat", 100)
-    assert every.reference == {"mean": 50.5, "p50": 50.0, "p95": 95.0, "p99": 99.0}
-    assert every.candidate["p95"] == 47.5
-    assert set(every.ratios) == {"mean", "p50", "p95"}, "100 requests say nothing of a p99"
-    assert all(ratio.ratio == pytest.approx(0.5) for ratio in every.ratios.values())
-    assert load_curves(observations) == {}
-    assert quantiles(observations[:4], metrics)[0].ratios == {}, "four sessions say nothing of an interval"
+def test_without_load_there_is_no_curve() -> None:
+    assert load_curves([Observation("ttft_s", "r", "s", ("chat",), (1.0,), (2.0,))]) == {}

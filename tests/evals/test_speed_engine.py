@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from strop.evals.aggregate import Aggregate
 from strop.evals.observation import Bench, Finding, Observation, Side
 from strop.evals.speed import Speed
-from strop.evals.speed_summary import load_curves, quantiles
+from strop.evals.speed_summary import load_curves
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
 from strop.serving.process import Child, free_port
 from strop.serving.stack import Stack
@@ -63,10 +64,14 @@ def test_an_engine_is_as_fast_as_itself(
     assert not [one for one in seen if isinstance(one, Finding)]
     observations = [one for one in seen if isinstance(one, Observation)]
     assert {one.metric for one in observations} == {metric.name for metric in part.metrics}
-    table = {(one.metric, one.slice): one for one in quantiles(observations, part.metrics, samples=200)}
-    assert table["inter_token_s", "all"].requests >= 8
-    assert table["inter_token_s", "all"].ratios["mean"].ratio == pytest.approx(1, abs=0.4)
-    assert table["loaded_queue_s", "c4"].candidate["mean"] > table["loaded_queue_s", "c1"].candidate["p50"]
+    aggregate = Aggregate.of(part.metrics, observations)
+    tokens = aggregate.measure("inter_token_s")
+    assert tokens and tokens.requests >= 8 and tokens.estimate == pytest.approx(1, abs=0.4)
+    crowded, alone = (
+        aggregate.measure("loaded_queue_s", "c4"),
+        aggregate.measure("loaded_queue_s", "c1", "median"),
+    )
+    assert crowded and alone and crowded.candidate > alone.candidate
     # The cache keeps whole blocks only.
     assert min(one.candidate[0] for one in observations if one.metric == "warm_cached_share") > 0.4
     curves = load_curves(observations, samples=200)

@@ -18,8 +18,9 @@ from strop.evals.evaluate import evaluate, identity
 from strop.evals.evaluation import Evaluation, load_evaluation
 from strop.evals.journal import Journal
 from strop.evals.observation import Arm, Bench, EvalError, Finding, Metric, Observation, Side
+from strop.serving.hardware import Hardware
 from strop.serving.settings import Section
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.stack import Artifact, Engine, Stack
 from strop.serving.traces import Trace
 
 GOOD = Metric("good", "", "higher", "difference", "share of good answers")

@@ -17,7 +17,8 @@ from strop.evals.journal import Journal, PartRun
 from strop.evals.observation import Finding, Metric, Observation
 from strop.evals.suite import Plan, Planned
 from strop.pipelines.eval_report import html, markdown, word_diff, write
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Stack
 
 HOSTILE = "</p><script>alert(1)</script> | `x` [a](http://evil.example) \x1b[31m \u202e {{ 7*7 }} @team"
 

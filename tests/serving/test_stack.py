@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from strop.pipelines.commands.stack import app
 from strop.serving import stack as stack_module
+from strop.serving.hardware import Hardware
 from strop.serving.stack import (
     Artifact,
     Disaggregation,
     Engine,
-    Hardware,
     Speculator,
     Stack,
     StackError,

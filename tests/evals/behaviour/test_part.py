@@ -17,7 +17,8 @@ from strop.evals.behaviour import Behaviour, harness
 from strop.evals.behaviour.part import FINDING_KINDS, KINDS, METRICS
 from strop.evals.behaviour.sandbox import isolation_missing
 from strop.evals.observation import Bench, EvalError, Finding, Observation, Side
-from strop.serving.stack import Artifact, Engine, Hardware, Stack
+from strop.serving.hardware import Hardware
+from strop.serving.stack import Artifact, Engine, Stack
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 needs_data = pytest.mark.skipif(not (DATA / "HumanEval.jsonl.gz").is_file(), reason=f"{DATA} holds no data")
