@@ -48,20 +48,15 @@ def native_dtype(hardware: Hardware, model_config: dict[str, Any]) -> str:
 
 
 def safe_args(hardware: Hardware, config: dict[str, Any], args: dict[str, Scalar]) -> dict[str, Scalar]:
-    """On a CPU, KV blocks are small and a prompt is prefilled whole.
+    """On a CPU, a prompt is prefilled whole.
 
-    A speculating engine computes the last cached block of a prompt anew, which with vLLM's 128 tokens
-    a block costs a tenth of a second; 32 is the smallest that its fast kernels take. And vLLM 0.32
-    rewinds the generator of a seeded request whose prefill was cut into chunks, which generators on
-    CPUs refuse: one client's `seed` would end the engine.
+    vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut into chunks, which
+    generators on CPUs refuse: one client's `seed` would end the engine.
     """
-    if hardware.device != "cpu":
+    if hardware.device != "cpu" or args.get("enable-chunked-prefill"):
         return {}
-    small: dict[str, Scalar] = {"block-size": 32}
-    if args.get("enable-chunked-prefill"):
-        return small
     longest = args.get("max-model-len") or config.get("max_position_embeddings") or 4096
-    return small | {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(4096, int(longest))}
+    return {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(4096, int(longest))}
 
 
 def _cpu_info() -> tuple[set[str], str]:

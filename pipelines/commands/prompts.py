@@ -30,7 +30,7 @@ def lint(
         int,
         typer.Option(
             min=1,
-            help="Tokens in a block of the prefix cache: 16 on GPUs, 32 on CPUs unless the Stack says otherwise.",
+            help="Tokens in a block of the prefix cache: 16 on GPUs, 128 on CPUs unless the Stack says otherwise.",
         ),
     ] = 16,
     price: Annotated[

@@ -5,8 +5,7 @@ import contextlib
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,6 +24,8 @@ from strop.serving.hardware import Hardware
 from strop.serving.process import Child, free_port
 from strop.serving.stack import Artifact, Engine, Stack, Topology
 from strop.serving.traces import Choice, Trace
+
+from .conftest import send_event, served
 
 STACK = Stack(
     served_model="m",
@@ -103,13 +104,15 @@ class Played:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         ids = [ord(c) for c in prompt]
-        await _event(response, prompt_token_ids=ids, choices=[])
-        await _event(response, choices=[{"index": 0, "delta": {"content": text}, "token_ids": tokens}])
+        await send_event(response, prompt_token_ids=ids, choices=[])
+        await send_event(response, choices=[{"index": 0, "delta": {"content": text}, "token_ids": tokens}])
         if self.breaks_where in prompt:
             return response
-        await _event(response, choices=[{"index": 0, "delta": {}, "finish_reason": finish}])
+        await send_event(response, choices=[{"index": 0, "delta": {}, "finish_reason": finish}])
         tokens_out = body["max_tokens"] if finish == "length" else len(tokens)
-        await _event(response, choices=[], usage={"prompt_tokens": len(ids), "completion_tokens": tokens_out})
+        await send_event(
+            response, choices=[], usage={"prompt_tokens": len(ids), "completion_tokens": tokens_out}
+        )
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -120,25 +123,6 @@ class Played:
         right = self.tokens(prompt)[len(body["prompt"]) - len(prompt)]
         top = {f"token_id:{right}": -0.5, f"token_id:{right + 1}": -0.5 - self.gap}
         return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top]}}]})
-
-
-async def _event(response: web.StreamResponse, **event: Any) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-@asynccontextmanager
-async def served(server: Played) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.chat)
-    app.router.add_post("/v1/completions", server.completions)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield site.name
-    finally:
-        await runner.cleanup()
 
 
 def traces(count: int = 12) -> list[Trace]:

@@ -4,8 +4,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -23,6 +21,8 @@ from strop.serving.client import Outcome
 from strop.serving.hardware import Hardware
 from strop.serving.stack import Artifact, Engine, Speculator, Stack
 from strop.serving.traces import Choice, Trace
+
+from .conftest import send_event, served
 
 OUTPUT_TOKENS = 13
 FIRST_OUTPUT_ID = 100_000
@@ -61,17 +61,17 @@ class FakeServer:
         tokens = self.tokens(prompt)
         if self.noise_when_sampled and body["temperature"]:
             tokens = [token + 5000 for token in tokens]
-        await _event(response, prompt_token_ids=[ord(c) for c in prompt], choices=[])
+        await send_event(response, prompt_token_ids=[ord(c) for c in prompt], choices=[])
         steps, sent, due = 0, 1, time.perf_counter() + self.token_s
         await _wait_until(due)
-        await _event(response, choices=[_choice(tokens[:1])])
+        await send_event(response, choices=[_choice(tokens[:1])])
         while sent < len(tokens):
             due += self.token_s
             await _wait_until(due)
-            await _event(response, choices=[_choice(tokens[sent : sent + self.tokens_per_step])])
+            await send_event(response, choices=[_choice(tokens[sent : sent + self.tokens_per_step])])
             sent += self.tokens_per_step
             steps += 1
-        await _event(response, choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
+        await send_event(response, choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
         drafted = self.tokens_per_step - 1
         histogram = [0] * drafted + [steps]
@@ -82,7 +82,7 @@ class FakeServer:
             "num_accepted_draft_tokens": drafted * steps,
         }
         metrics = {"speculative_decoding": counts} if drafted else None
-        await _event(response, choices=[], usage=usage, metrics=metrics)
+        await send_event(response, choices=[], usage=usage, metrics=metrics)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -110,27 +110,8 @@ def _choice(token_ids: list[int]) -> dict[str, Any]:
     return {"index": 0, "delta": {"content": "".join(f"{i} " for i in token_ids)}, "token_ids": token_ids}
 
 
-async def _event(response: web.StreamResponse, **event: Any) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
 async def _wait_until(due: float) -> None:
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
-
-
-@asynccontextmanager
-async def served(server: FakeServer) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.chat)
-    app.router.add_post("/v1/completions", server.completions)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield site.name
-    finally:
-        await runner.cleanup()
 
 
 CHAMPION = Stack(

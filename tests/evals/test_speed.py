@@ -28,6 +28,8 @@ from strop.serving.hardware import Hardware
 from strop.serving.stack import Artifact, Engine, Stack
 from strop.serving.traces import Trace
 
+from .conftest import send_event
+
 TOKENS = 5
 
 alone = pytest.mark.slow
@@ -81,10 +83,10 @@ class FakeServer:
             due += self.token_s
             reason = "stop" if number == tokens - 1 else None
             choice = {"delta": {"content": "x"}, "token_ids": [number], "finish_reason": reason}
-            await _event(response, choices=[choice])
+            await send_event(response, choices=[choice])
         usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": tokens}
         usage["prompt_tokens_details"] = {"cached_tokens": 8 if warm else 0}
-        await _event(response, choices=[], usage=usage, metrics={"queue_time_ms": queue_ms})
+        await send_event(response, choices=[], usage=usage, metrics={"queue_time_ms": queue_ms})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -101,10 +103,6 @@ class FakeServer:
             yield
         finally:
             await runner.cleanup()
-
-
-async def _event(response: web.StreamResponse, **event: Any) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
 STACK = Stack(
@@ -211,7 +209,8 @@ def test_knee_throughput_and_goodput_come_out_as_planted(traces: list[Trace]) ->
 
 def test_requests_that_start_or_end_a_round_are_not_counted(traces: list[Trace]) -> None:
     requests = [
-        Request(f"r{n}", f"s{n}", "chat", "chat", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5})
+        # Of different lengths, so that no two end together.
+        Request(f"r{n}", f"s{n}", "chat", "chat", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1 + 2 * n})
         for n in range(3)
     ]  # fmt: skip
     server = FakeServer()

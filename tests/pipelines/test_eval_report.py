@@ -15,6 +15,7 @@ from strop.evals.evaluation import Evaluation
 from strop.evals.gates import Gate
 from strop.evals.journal import Journal, PartRun
 from strop.evals.observation import Finding, Metric, Observation
+from strop.evals.speed_summary import load_curves
 from strop.evals.suite import Plan, Planned
 from strop.pipelines.eval_report import html, markdown, word_diff, write
 from strop.serving.hardware import Hardware
@@ -163,6 +164,24 @@ def test_the_page_says_the_verdict_and_every_number_with_interval_sample_and_sli
         assert name in page.text
     assert page.text.count("harm") >= (harm > 0)
     assert ("Where answers differ most" in page.text) == (harm > 0)
+
+
+def test_the_page_shows_throughput_against_concurrency_and_its_knee(tmp_path: Path) -> None:
+    evaluation = evaluated(tmp_path)
+    assert "Under load" not in read(html(evaluation)).text
+    # Twice as fast up to 4 at once, and no faster with 8.
+    seen = [
+        Observation(metric, f"c{level}/r{n}", f"s{n}", (f"c{level}",), (value / min(level, 4),), (value,))
+        for level in (1, 4, 8)
+        for n in range(20)
+        for metric, value in (("loaded_server_s", 0.5), ("loaded_in_time", 1.0))
+    ]
+    load = tuple(load_curves(seen, samples=200).values())
+    again = Evaluation.model_validate_json(evaluation.model_copy(update={"load": load}).model_dump_json())
+    text = " ".join(read(html(again)).text.split())
+    assert "The knee, where throughput over latency is largest: reference at 1, candidate at 4." in text
+    page = html(again)
+    assert page.count('<span class="soft">(8 to 8)</span>') == 2, "at 4 and at 8"
 
 
 def test_harm_is_named_with_its_slice_and_numbers(tmp_path: Path) -> None:
