@@ -186,9 +186,12 @@ def test_who_goes_first_changes(traces: list[Trace]) -> None:
 
 @alone
 def test_knee_throughput_and_goodput_come_out_as_planted(traces: list[Trace]) -> None:
-    """Four and two slots of 36 ms: beyond them requests wait, and miss an objective of 50 ms."""
-    reference, candidate = FakeServer(slots=4), FakeServer(slots=2)
-    part = Speed(seconds=4, concurrency=(1, 2, 4, 8), ttft_objective_s=0.035, warmup_requests=0)
+    """Four and two slots of 144 ms: beyond them requests wait, and miss an objective of 140 ms.
+
+    So long that the client's own milliseconds, several on a busy machine, do not matter.
+    """
+    reference, candidate = FakeServer(0.08, 0.02, 0.016, slots=4), FakeServer(0.08, 0.02, 0.016, slots=2)
+    part = Speed(seconds=16, concurrency=(1, 2, 4, 8), ttft_objective_s=0.14, warmup_requests=0)
     observations, _ = observe(reference, candidate, part, traces)
     curves = load_curves(observations, samples=400)
     assert (curves["reference"].knee, curves["candidate"].knee) == (4, 2)
@@ -196,14 +199,14 @@ def test_knee_throughput_and_goodput_come_out_as_planted(traces: list[Trace]) ->
     planted_slots: dict[Arm, int] = {"reference": 4, "candidate": 2}
     for arm, slots in planted_slots.items():
         for level in curves[arm].levels:
-            planted = min(level.concurrency, slots) / 0.036
+            planted = min(level.concurrency, slots) / 0.144
             assert level.requests_per_s == pytest.approx(planted, rel=0.25)
             assert level.low <= level.requests_per_s <= level.high
             assert (level.in_time > 0.7) == (level.concurrency <= slots), (arm, level)
         assert curves[arm].best.concurrency == slots
     waiting = means(observations, "loaded_queue_s", "c8")
-    assert waiting == pytest.approx((0.036, 3 * 0.036), rel=0.35)
-    assert max(means(observations, "loaded_queue_s", "c2")) < 0.01
+    assert waiting == pytest.approx((0.144, 3 * 0.144), rel=0.35)
+    assert max(means(observations, "loaded_queue_s", "c2")) < 0.04
     assert (reference.most_running, candidate.most_running) == (8, 8)
 
 
@@ -237,8 +240,8 @@ def test_arrivals_are_those_of_the_trace_at_a_share_of_what_the_reference_can_do
     at_ms = [1000 * burst for burst in range(3000) for _ in range(5)]
     lines = [{"timestamp": at, "input_length": 1, "output_length": 1, "hash_ids": []} for at in at_ms]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reference, candidate = FakeServer(slots=4), FakeServer(slots=4, first_s=0.04)
-    part = Speed(seconds=4, concurrency=(4,), arrivals=(path,), load=0.5, warmup_requests=0)
+    reference, candidate = FakeServer(0.08, 0.02, 0.016, slots=4), FakeServer(0.16, 0.02, 0.016, slots=4)
+    part = Speed(seconds=16, concurrency=(4,), arrivals=(path,), load=0.5, warmup_requests=0)
     observations, _ = observe(reference, candidate, part, traces)
     arrived = [(at, b) for at, b in reference.asked if "bursts-0" in b["cache_salt"]]
     same = [b for _, b in candidate.asked if "bursts-0" in b["cache_salt"]]
@@ -246,11 +249,11 @@ def test_arrivals_are_those_of_the_trace_at_a_share_of_what_the_reference_can_do
     gaps = np.diff([at for at, _ in arrived])
     assert np.mean(gaps < 0.02) == pytest.approx(0.8, abs=0.1), "bursts of five stay bursts of five"
     rate = len(gaps) / (arrived[-1][0] - arrived[0][0])
-    assert rate == pytest.approx(0.5 * 4 / 0.036, rel=0.35)
+    assert rate == pytest.approx(0.5 * 4 / 0.144, rel=0.35)
     of_trace = [o for o in observations if o.metric == "arriving_ttft_s"]
     assert {o.slices for o in of_trace} == {("bursts",)} and len(of_trace) >= 2 * len(arrived) - 5
     slow, slower = means(observations, "arriving_ttft_s")
-    assert slow > 0.02 and slower > slow + 0.01
+    assert slow > 0.08 and slower > slow + 0.04
     assert {o.metric for o in observations} >= {"arriving_e2e_s", "arriving_queue_s", "arriving_in_time"}
 
 
