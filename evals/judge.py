@@ -3,17 +3,22 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 
+from strop.evals.evaluate import evaluate
+from strop.evals.evaluation import Evaluation
 from strop.evals.losslessness import compare_outputs
 from strop.evals.metrics import compare, same_lengths, samples
+from strop.evals.observation import Side
 from strop.evals.proposal import Progress
 from strop.evals.replay import Pair, Request, Server, play, select
 from strop.evals.sampled import MIN_SAMPLED, compare_sampled
 from strop.evals.settings import EvalSettings
+from strop.evals.suite import Plan, load
 from strop.evals.verdict import Comparison, Gate, Losslessness, SampledLikelihood, Verdict
 from strop.serving.stack import Stack
 from strop.serving.traces import Trace
@@ -23,60 +28,74 @@ class JudgeError(RuntimeError):
     """No judgement is possible, whatever the candidate is like; the message says why and what to do."""
 
 
+def plan_for(champion: Stack, candidate: Stack, settings: EvalSettings) -> Plan:
+    """The suite that the candidate must meet. Raises SuiteError."""
+    same = champion.numerics == candidate.numerics
+    return load(settings.suite or ("lossless" if same else "quick"))
+
+
 def judge(
-    champion: Stack,
-    champion_url: str,
-    candidate: Stack,
-    candidate_url: str,
-    heldout: Iterable[Trace],
+    champion: Side,
+    candidate: Side,
+    heldout: Sequence[Trace],
     settings: EvalSettings,
+    folder: Path,
     progress: Progress,
 ) -> Verdict:
-    """Replay held-out requests to both servers, one at a time, and judge the candidate.
+    """Replay held-out requests to both servers, one at a time, then ask the suite, and judge the candidate.
 
-    Both servers must be quiet: nothing else may use their cores meanwhile. Raises JudgeError if there
-    is nothing to replay or the champion does not answer; a candidate that fails is a failed Verdict.
+    `heldout` is oldest first. The suite is left out for a candidate that is refused without it; its
+    journal and `evaluation.json` lie in `folder`. Both servers must be quiet: nothing else may use their
+    cores meanwhile. Raises JudgeError if there is nothing to replay or the champion does not answer,
+    SuiteError for a suite that cannot be used; a candidate that fails is a failed Verdict.
     """
+    plan = plan_for(champion.stack, candidate.stack, settings)
     requests, warmup = select(heldout, settings)
     if not requests:
         raise JudgeError(
             "No held-out trace can be replayed: none was answered with status 200 and holds a prompt."
         )
     salt = uuid.uuid4().hex
-    here = Server(champion_url, champion.served_model, salt)
-    there = Server(candidate_url, candidate.served_model, salt)
-    same_numerics = champion.numerics == candidate.numerics
-    found = asyncio.run(
-        _replay(
-            here,
-            there,
-            requests,
-            warmup,
-            champion.engine.dtype if same_numerics else None,
-            settings,
-            progress,
-        )
-    )
+    here = Server(champion.url, champion.model, salt)
+    there = Server(candidate.url, candidate.model, salt)
+    same_numerics = champion.stack.numerics == candidate.stack.numerics
+    dtype = champion.stack.engine.dtype if same_numerics else None
+
+    def replaying(done: float, text: str) -> None:
+        progress(_REPLAY_SHARE * done, text)
+
+    found = asyncio.run(_replay(here, there, requests, warmup, dtype, settings, replaying))
     comparisons = compare(found.pairs, settings)
-    gates = (
+    gates = [
         _enough_data(found.pairs, settings),
         _no_new_errors(found.pairs),
-        _lossless(found.losslessness),
+        *([_lossless(found.losslessness)] if found.losslessness else []),
         _sampled_alike(found.sampled),
         _faster(comparisons, found.pairs, settings),
-    )
+    ]
+    if all(gate.passed for gate in gates):
+
+        def asking(done: float, text: str) -> None:
+            progress(_REPLAY_SHARE + (1 - _REPLAY_SHARE) * done, text)
+
+        evaluation = evaluate(champion, candidate, heldout, plan, folder, asking)
+        gates.append(_meets_suite(evaluation, same_numerics))
     progress(1.0, f"judged on {len(found.pairs)} requests")
     return Verdict(
-        champion=champion.fingerprint,
-        candidate=candidate.fingerprint,
+        champion=champion.stack.fingerprint,
+        candidate=candidate.stack.fingerprint,
         passed=all(gate.passed for gate in gates),
         summary=_summary(gates, comparisons, found.losslessness),
         comparisons=comparisons,
         losslessness=found.losslessness,
         sampled=found.sampled,
-        gates=gates,
+        gates=tuple(gates),
         samples=samples(found.pairs),
     )
+
+
+_REPLAY_SHARE = 0.8
+"""Of the judge's progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +216,19 @@ def _no_new_errors(pairs: Sequence[Pair]) -> Gate:
     return Gate(name="no new errors", passed=not new, detail=detail)
 
 
-def _lossless(losslessness: Losslessness | None) -> Gate:
-    if losslessness is None:
-        return Gate(
-            name="lossless",
-            passed=False,
-            detail="The candidate computes different logits, and token-by-token equality is the only "
-            "measure of quality the judge has.",
-        )
-    found = losslessness
+def _lossless(found: Losslessness) -> Gate:
     return Gate(
         name="lossless",
         passed=found.requests > 0 and found.different == 0,
         detail=f"Of {found.requests} greedy requests, {found.identical} gave the same tokens, {found.ties} "
         f"parted at a numeric tie (gap up to {found.tie_bound:g} nats), {found.different} gave other tokens.",
     )
+
+
+def _meets_suite(evaluation: Evaluation, same_numerics: bool) -> Gate:
+    """Where other numbers are computed, the suite is all that vouches for what is said: it must be shown to hold."""
+    passed = evaluation.verdict == "passed" or (same_numerics and evaluation.verdict != "failed")
+    return Gate(name=f"suite {evaluation.suite}", passed=passed, detail=evaluation.summary)
 
 
 def _sampled_alike(sampled: SampledLikelihood | None) -> Gate:

@@ -22,6 +22,9 @@ class EvalSettings(Section):
     """Resamplings of the sessions behind each 95 % interval."""
     max_time_ratio: float = Field(default=1.0, gt=0, le=1)
     """The whole interval of candidate over champion time must lie below this; lower asks for more gain."""
+    suite: str | None = None
+    """Suite that a candidate must also meet in a loop: `quick`, `full`, `lossless` or a suite's file. Null
+    takes `lossless` for one that computes the champion's numbers and `quick` for one that does not."""
     seed: int = 0
     """Seed of the resampling, and of sampled requests that were recorded without one."""
 

@@ -1,6 +1,6 @@
 """Suites: which parts an evaluation asks, how long each may take, and the gates that decide.
 
-A suite is a YAML file: `quick.yaml` and `full.yaml` beside this file, or your own. Parts are named
+A suite is a YAML file: `quick.yaml`, `full.yaml` and `lossless.yaml` beside this file, or your own. Parts are named
 where they are registered and imported when a suite asks for them.
 """
 
@@ -26,7 +26,7 @@ PARTS = {
     "regressions": "strop.evals.regressions:Regressions",
     "speed": "strop.evals.speed:Speed",
 }
-SHIPPED = ("quick", "full")
+SHIPPED = ("quick", "full", "lossless")
 SECONDS = "seconds"
 DEFAULT_SECONDS = 600.0
 
@@ -70,7 +70,7 @@ class Plan:
 
 
 def load(suite: str | Path) -> Plan:
-    """The plan of `quick`, `full`, or a suite's file.
+    """The plan of a shipped suite by its name, or of a suite's file.
 
     Raises SuiteError for a file that cannot be read, an unknown key, part or metric, or a bad value.
     """
@@ -182,7 +182,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SuiteError(
-            f"There is no suite {name}: {error.strerror}. Give {' or '.join(SHIPPED)}, or a suite's YAML file "
+            f"There is no suite {name}: {error.strerror}. Give {', '.join(SHIPPED)}, or a suite's YAML file "
             f"({path})."
         ) from None
     except UnicodeDecodeError:

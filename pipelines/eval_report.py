@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from strop.evals.evaluation import Evaluation, Figure, GateResult, Shown
 from strop.evals.gates import Answer
+from strop.evals.settings import CostSettings
 from strop.evals.speed_summary import Level, LoadCurve
 from strop.evals.summary import bound_words, ends_words, estimate_words, gate_words, number
 from strop.pipelines import charts
@@ -37,21 +38,24 @@ _HEADLINES: dict[Answer, str] = {
 _WORDS = re.compile(r"\s+|[^\W_]+|.", re.DOTALL)
 
 
-def write(evaluation: Evaluation, folder: Path) -> None:
+def write(evaluation: Evaluation, folder: Path, prices: CostSettings | None = None) -> None:
     """Write `report.html`, `report.md`, `evaluation.json`, and `findings.jsonl` for `strop eval replay`."""
-    write_atomic(folder / "report.html", html(evaluation))
+    write_atomic(folder / "report.html", html(evaluation, prices))
     write_atomic(folder / "report.md", markdown(evaluation))
     write_atomic(folder / "evaluation.json", evaluation.model_dump_json(indent=1))
     lines = "".join(finding.model_dump_json() + "\n" for finding in evaluation.findings)
     write_atomic(folder / "findings.jsonl", lines)
 
 
-def html(evaluation: Evaluation) -> str:
-    """The page: no script, no resource but itself, every text escaped."""
+def html(evaluation: Evaluation, prices: CostSettings | None = None) -> str:
+    """The page: no script, no resource but itself, every text escaped.
+
+    With a price of a machine, throughput under load is shown as cost too.
+    """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(seconds=seconds_words)
+    environment.filters.update(seconds=seconds_words, number=number)
     source = Path(__file__).with_name("eval_report.html.j2").read_text(encoding="utf-8")
     required = [gate for gate in evaluation.gates if gate.required]
     watched = [gate for gate in evaluation.gates if not gate.required and gate.figure]
@@ -79,6 +83,9 @@ def html(evaluation: Evaluation) -> str:
         curves=list(_curves(evaluation)),
         load=list(_load(evaluation.load)),
         knees=", ".join(_knee(curve) for curve in evaluation.load),
+        per_hour=None
+        if prices is None or prices.price_per_hour is None
+        else prices.price_per_hour * prices.machines,
         groups=list(_groups(evaluation.figures)),
         confidence=f"{evaluation.figures[0].confidence:.0%}" if evaluation.figures else "95%",
     )

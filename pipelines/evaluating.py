@@ -108,7 +108,10 @@ def served(
                 continue
             say(f"starting the {arm}, {wanted.fingerprint[:12]}")
             fleet = fleet or while_used.enter_context(_fleet(settings, home, wanted))
-            sides.append(_in_fleet(fleet, arm, wanted, while_used))
+            if wanted.fingerprint not in fleet.stacks():
+                while_used.callback(fleet.remove, wanted)
+                while_used.enter_context(leased(fleet, wanted))
+            sides.append(side_in(fleet, arm, wanted))
         reference, candidate = sides
         yield reference, candidate
 
@@ -126,12 +129,10 @@ def _fleet(settings: Settings, home: Path, first: Stack) -> Iterator[RemoteFleet
         yield fleet
 
 
-def _in_fleet(fleet: RemoteFleet, arm: Arm, wanted: Stack, while_used: ExitStack) -> Side:
-    if wanted.fingerprint not in fleet.stacks():
-        while_used.callback(fleet.remove, wanted)
-        while_used.enter_context(leased(fleet, wanted))
-    pool = next(pool for pool in fleet.status().pools if pool.fingerprint == wanted.fingerprint)
-    return Side(arm, wanted, pool.url, tuple(replica.url for replica in pool.replicas if replica.url))
+def side_in(fleet: RemoteFleet, arm: Arm, stack: Stack) -> Side:
+    """A Stack that the fleet serves, as a side of an evaluation."""
+    pool = next(pool for pool in fleet.status().pools if pool.fingerprint == stack.fingerprint)
+    return Side(arm, stack, pool.url, tuple(replica.url for replica in pool.replicas if replica.url))
 
 
 def _dataset(name: str, home: Path) -> TraceSet | None:

@@ -15,8 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.evals.judge import judge
+from strop.evals.evaluate import findings_of
+from strop.evals.evaluation import load_evaluation
+from strop.evals.judge import judge, plan_for
 from strop.evals.proposal import Budget, Candidate, Declined, Learner
+from strop.evals.regressions import cases_of_traces, remember, remember_evaluation
 from strop.evals.verdict import Verdict
 from strop.pipelines.deployment import (
     champion_of,
@@ -26,6 +29,8 @@ from strop.pipelines.deployment import (
     temporary_fleet,
     warm_prompts,
 )
+from strop.pipelines.eval_report import write
+from strop.pipelines.evaluating import side_in
 from strop.pipelines.progress import Board
 from strop.pipelines.recording import write_report
 from strop.pipelines.registry import LoopJournal, Registry
@@ -71,7 +76,7 @@ def run_loop(
     With a fleet running (`strop serve`) the candidate is rolled out in it; without one, champion and
     candidate are started for the judge alone and a promotion takes effect at the next `strop serve`.
     `live_traffic` is entered while the canary runs, for demonstrations and tests that bring clients.
-    Raises LoopError, RegistryError or StackError; what finished before stays finished.
+    Raises LoopError, SuiteError, RegistryError or StackError; what finished before stays finished.
     """
     with _one_at_a_time(home):
         registry = Registry(home, settings.experiment)
@@ -81,6 +86,8 @@ def run_loop(
         else:
             champion = serving_stack(settings, home, registry)
             registry.ensure(champion)
+            # A suite that cannot be used is said now, not after the training.
+            plan_for(champion, champion, settings.evals)
             journal = registry.begin(
                 datetime.now(UTC).strftime("loop-%Y%m%d-%H%M%S"), {"strop.champion": champion.fingerprint}
             )
@@ -144,17 +151,16 @@ class _Loop:
         since = self._learned_until()
         same_model = self._stacks_with(champion.numerics)
         torn: list[str] = []
-        traces = list(
-            TraceStore(root).scan(
-                lambda t: (
-                    t.tenant != PROBE_TENANT
-                    and t.status == 200
-                    and t.stack in same_model
-                    and (since is None or t.started_at > since)
-                ),
-                lambda path, reason: torn.append(f"{path.name}: {reason}"),
-            )
+        found = TraceStore(root).scan(
+            lambda t: (
+                t.tenant != PROBE_TENANT and t.stack in same_model and (since is None or t.started_at > since)
+            ),
+            lambda path, reason: torn.append(f"{path.name}: {reason}"),
         )
+        traces, failed = list[Trace](), list[Trace]()
+        for trace in found:
+            (traces if trace.status == 200 else failed).append(trace)
+        remember(self.home, cases_of_traces(failed))
         train, heldout = split_by_session(traces, self.settings.loop.heldout_share)
         # What was kept for its interest teaches, and would make the judge see another traffic than there is.
         heldout = [t for t in heldout if t.kept_for is None]
@@ -220,21 +226,23 @@ class _Loop:
         candidates = [Stack.from_json(r["stack"]) for r in learned["results"] if r["stack"]]
         if not candidates:
             return {"verdict": None, "candidate": None}
+        heldout = sorted(TraceSet(self.folder / "heldout"), key=lambda trace: trace.started_at)
         judged: list[tuple[Stack, Verdict]] = []
         with self._fleet(champion) as fleet:
-            champion_url = fleet.add(champion)
+            fleet.add(champion)
             for candidate in candidates:
+                folder = self.folder / "evaluation" / candidate.fingerprint[:16]
                 self.board.update(0.02, "starting the candidate's replicas")
-                with leased(fleet, candidate) as url:
+                with leased(fleet, candidate):
                     verdict = judge(
-                        champion,
-                        champion_url,
-                        candidate,
-                        url,
-                        TraceSet(self.folder / "heldout"),
+                        side_in(fleet, "reference", champion),
+                        side_in(fleet, "candidate", candidate),
+                        heldout,
                         self.settings.evals,
+                        folder,
                         self.board.update,
                     )
+                self._keep(folder, heldout)
                 judged.append((candidate, verdict))
                 if not verdict.passed:
                     fleet.remove(candidate)
@@ -250,6 +258,13 @@ class _Loop:
             "verdict": verdict.model_dump(mode="json"),
             "metrics": _metrics(verdict),
         }
+
+    def _keep(self, folder: Path, heldout: list[Trace]) -> None:
+        """The suite's report, and what failed in it: every candidate from now on is asked that."""
+        evaluation = load_evaluation(folder)
+        if evaluation:
+            write(evaluation, folder, self.settings.cost)
+            remember_evaluation(self.home, findings_of(folder), heldout)
 
     # -- roll out -------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Settings(Section):
     evals: EvalSettings = EvalSettings()
     """The judge."""
     cost: CostSettings = CostSettings()
-    """Prices for `strop cost`."""
+    """Prices for `strop cost` and the reports of `strop eval`."""
 
     @property
     def model_path(self) -> Path:

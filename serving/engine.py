@@ -34,6 +34,9 @@ def engine_command(
         "pipeline-parallel-size": stack.topology.pipeline_parallel,
         "enable-prompt-tokens-details": True,
         "enable-per-request-metrics": True,
+        # Its `/v1/chat/completions/render` is where vllm-router gets the tokens by which it finds the
+        # replica that has them cached; refused, it takes any replica without a word.
+        "enable-scale-out": True,
         "shutdown-timeout": 20,
         "generation-config": "vllm",
         **stack.engine.args,

@@ -167,9 +167,8 @@ def _compare(
         with board.stage("ask"):
             evaluation = evaluate(*sides, traffic, plan, folder, board.update)
         with board.stage("report"):
-            write(evaluation, folder)
-            if report is not None:
-                write(evaluation, report)
+            for each in {folder, report or folder}:
+                write(evaluation, each, settings.cost)
             remember_evaluation(home(), findings_of(folder), traffic)
     return evaluation, report or folder
 

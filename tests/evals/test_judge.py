@@ -3,22 +3,29 @@
 import asyncio
 import json
 import random
+import shutil
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from strop.evals.evaluation import load_evaluation
 from strop.evals.judge import JudgeError, _faster, judge
 from strop.evals.losslessness import Agreement, first_difference, outputs_agree, tie_bound
 from strop.evals.metrics import compare
+from strop.evals.observation import Side
+from strop.evals.regressions import cases_of_traces, remember
 from strop.evals.replay import Pair, Request
 from strop.evals.settings import EvalSettings
+from strop.evals.suite import SuiteError
 from strop.evals.verdict import Verdict
 from strop.serving.client import Outcome
 from strop.serving.hardware import Hardware
+from strop.serving.home import home
 from strop.serving.stack import Artifact, Engine, Speculator, Stack
 from strop.serving.traces import Choice, Trace
 
@@ -26,6 +33,11 @@ from .conftest import send_event, served
 
 OUTPUT_TOKENS = 13
 FIRST_OUTPUT_ID = 100_000
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_HOME", str(tmp_path / "home"))
 
 
 @dataclass(frozen=True)
@@ -151,17 +163,19 @@ def judged(
     candidate: FakeServer,
     heldout: list[Trace] | None = None,
     candidate_stack: Stack = CANDIDATE,
+    suite: Path | None = None,
 ) -> Verdict:
+    settings = SETTINGS.model_copy(update={"suite": suite and str(suite)})
+
     async def run() -> Verdict:
         async with served(champion) as here, served(candidate) as there:
             return await asyncio.to_thread(
                 judge,
-                CHAMPION,
-                here,
-                candidate_stack,
-                there,
+                Side("reference", CHAMPION, here),
+                Side("candidate", candidate_stack, there),
                 heldout or traces(),
-                SETTINGS,
+                settings,
+                home() / "evaluation",
                 lambda done, text: None,
             )
 
@@ -256,7 +270,7 @@ def test_sampled_answers_from_the_same_distribution_pass() -> None:
 def test_an_answer_that_stops_elsewhere_is_not_the_same_answer() -> None:
     verdict = judged(FakeServer(extra_tokens=1), FakeServer(tokens_per_step=2), traces(8))
     assert verdict.losslessness and verdict.losslessness.different == 8
-    assert "only the time per token counts" in verdict.gates[-1].detail
+    assert "only the time per token counts" in next(g for g in verdict.gates if g.name == "faster").detail
 
 
 def test_refuses_a_candidate_that_fails_where_the_champion_answers() -> None:
@@ -278,10 +292,50 @@ def test_no_judgement_without_a_champion_or_traffic() -> None:
         judged(FakeServer(), FakeServer(), [replace(trace, status=500) for trace in traces(4)])
 
 
-def test_other_numerics_are_refused_for_want_of_a_quality_measure() -> None:
+SUITE = """
+parts:
+  failures: {seconds: 5, max_requests: 24, repeated_requests: 0, leak_rounds: 0}
+gates:
+  - {metric: error, at_most: 0.5, min_samples: 8}
+  - {metric: loop, at_most: BOUND, min_samples: 8}
+"""
+
+
+@pytest.mark.parametrize(("bound", "answer"), [(0.6, "Passed"), (-1, "Failed"), (0.1, "Not enough data")])
+def test_other_numerics_pass_only_if_the_suite_is_shown_to_hold(
+    tmp_path: Path, bound: float, answer: str
+) -> None:
     other = CHAMPION.model_copy(update={"quantization": "int8"})
-    verdict = judged(FakeServer(), FakeServer(tokens_per_step=2), candidate_stack=other)
-    assert failed(verdict) == ["lossless"] and verdict.losslessness is None
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(SUITE.replace("BOUND", str(bound)))
+    verdict = judged(FakeServer(), FakeServer(tokens_per_step=2), candidate_stack=other, suite=suite)
+    assert verdict.losslessness is None and verdict.gates[-1].name == "suite suite.yaml"
+    assert verdict.gates[-1].detail.startswith(answer)
+    assert failed(verdict) == ([] if answer == "Passed" else ["suite suite.yaml"])
+    report = load_evaluation(home() / "evaluation")
+    assert report is not None and report.verdict == answer.lower()
+
+
+def test_what_failed_once_must_not_fail_again() -> None:
+    once = [replace(t, status=500, request_id=f"once{n}", messages=ONCE.replace("N", str(n)), choices=[])
+            for n, t in enumerate(traces(16))]  # fmt: skip
+    assert remember(home(), cases_of_traces(once)) == 16
+    again = judged(FakeServer(), FakeServer(tokens_per_step=2, fails_where="once asked"))
+    assert failed(again) == ["suite lossless"] and "fail" in again.gates[-1].detail
+    shutil.rmtree(home() / "evaluation")
+    assert judged(FakeServer(), FakeServer(tokens_per_step=2)).passed
+
+
+ONCE = json.dumps([{"role": "user", "content": "once asked N."}])
+
+
+def test_the_suite_is_not_asked_of_a_candidate_that_is_refused_anyway(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(SUITE.replace("BOUND", "0.6"))
+    verdict = judged(FakeServer(), FakeServer(token_s=0.004), suite=suite)
+    assert failed(verdict) == ["faster"] and load_evaluation(home() / "evaluation") is None
+    with pytest.raises(SuiteError, match="no suite"):
+        judged(FakeServer(), FakeServer(), suite=tmp_path / "none.yaml")
 
 
 def agreement(champion: FakeServer, candidate: FakeServer) -> Agreement:

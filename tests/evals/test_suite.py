@@ -162,7 +162,7 @@ def test_a_suite_with_a_mistake_is_refused_by_name(tmp_path: Path, content: str,
 
 
 def test_a_suite_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(suite.SuiteError, match=r"no suite nowhere.yaml.*quick or full"):
+    with pytest.raises(suite.SuiteError, match=r"no suite nowhere.yaml.*quick, full, lossless"):
         suite.load("nowhere.yaml")
 
 

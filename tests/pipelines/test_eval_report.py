@@ -15,6 +15,7 @@ from strop.evals.evaluation import Evaluation
 from strop.evals.gates import Gate
 from strop.evals.journal import Journal, PartRun
 from strop.evals.observation import Finding, Metric, Observation
+from strop.evals.settings import CostSettings
 from strop.evals.speed_summary import load_curves
 from strop.evals.suite import Plan, Planned
 from strop.pipelines.eval_report import html, markdown, word_diff, write
@@ -182,6 +183,12 @@ def test_the_page_shows_throughput_against_concurrency_and_its_knee(tmp_path: Pa
     assert "The knee, where throughput over latency is largest: reference at 1, candidate at 4." in text
     page = html(again)
     assert page.count('<span class="soft">(8 to 8)</span>') == 2, "at 4 and at 8"
+    assert "cost of" not in page
+    # Two machines at 3.60 an hour are 0.002 a second: 8 requests in it, or 2.
+    priced = html(again, CostSettings(price_per_hour=3.6, machines=2))
+    assert "at 7.20 an hour" in priced
+    assert priced.count('>0.250 <span class="soft">(0.250 to 0.250)</span>') == 2
+    assert priced.count('>1.00 <span class="soft">(1.00 to 1.00)</span>') == 4
 
 
 def test_harm_is_named_with_its_slice_and_numbers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from strop.evals.observation import Side
 from strop.evals.proposal import Budget, Candidate, Declined
 from strop.evals.verdict import Comparison, Gate, Verdict
 from strop.pipelines import loop as loop_module
@@ -60,7 +61,7 @@ class _World:
             champion.model_copy(update={"speculator": drafter}), "stub", {"acceptance_length": 2.0}, 1.0
         )
 
-    def judge(self, champion: Stack, _a: str, candidate: Stack, _b: str, *_: object) -> Verdict:
+    def judge(self, champion: Side, candidate: Side, *_: object) -> Verdict:
         self.enter("judge")
         ratio = 0.5 if self.passes else 1.2
         comparison = Comparison(
@@ -68,7 +69,7 @@ class _World:
             ratio=ratio, ratio_low=ratio - 0.1, ratio_high=ratio + 0.1, better="lower",
         )  # fmt: skip
         return Verdict(
-            champion=champion.fingerprint, candidate=candidate.fingerprint, passed=self.passes,
+            champion=champion.stack.fingerprint, candidate=candidate.stack.fingerprint, passed=self.passes,
             summary="planted", comparisons=(comparison,), losslessness=None,
             gates=(Gate(name="faster", passed=self.passes, detail="planted"),),
         )  # fmt: skip
@@ -99,6 +100,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> _World:
 
     monkeypatch.setattr(loop_module, "learners", lambda _: [Stub()])
     monkeypatch.setattr(loop_module, "judge", world.judge)
+    monkeypatch.setattr(loop_module, "side_in", lambda _, arm, stack: Side(arm, stack, "http://unused"))
     monkeypatch.setattr(loop_module, "temporary_fleet", no_fleet)
     monkeypatch.setattr(loop_module, "leased", leased)
     monkeypatch.setattr(loop_module, "connect", nobody)

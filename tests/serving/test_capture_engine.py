@@ -114,3 +114,11 @@ def test_a_request_that_opts_out_is_answered_and_leaves_no_trace(engine_with_cap
         assert time.monotonic() < deadline
         found = list(TraceStore(engine_with_capture.traces).scan())
     assert not any(t.session == "private" for t in found)
+
+
+def test_the_engine_tells_the_router_a_prompts_tokens(engine_with_capture):
+    """What vllm-router asks of it to find the replica that has a prompt's beginning cached."""
+    request = CASES["chat whole"]["request"]
+    response = httpx.post(f"{engine_with_capture.url}/v1/chat/completions/render", json=request)
+    assert response.status_code == 200, response.text
+    assert response.json()["token_ids"] == json.loads(CASES["chat whole"]["ids"])["prompt_token_ids"]

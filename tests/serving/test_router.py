@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from strop.serving.process import Child, ProcessError, free_port
-from strop.serving.router import set_workers
+from strop.serving.router import Router, set_workers
 
 pytestmark = pytest.mark.slow
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -33,6 +34,10 @@ class Worker:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path.endswith("/render"):
+                    words = " ".join(message["content"] for message in body["messages"]).split()
+                    self._answer(json.dumps({"token_ids": [len(word) for word in words]}).encode())
+                    return
                 if not body.get("stream"):
                     self._answer(json.dumps({"worker": worker.url}).encode())
                     return
@@ -104,6 +109,34 @@ def test_a_worker_joins_serves_and_leaves_without_cutting_a_stream(
         assert _served_by(router) == {first.url}
         assert one.read().endswith(b"data: [DONE]\n\n")
         assert other.read().endswith(b"data: [DONE]\n\n")
+
+
+def _asking(*turns: str) -> dict[str, Any]:
+    return {**BODY, "messages": [{"role": "user", "content": turn} for turn in turns]}
+
+
+def test_a_conversation_goes_where_its_beginning_is_cached(workers: list[Worker], tmp_path: Path) -> None:
+    """By the tokens that the engine's `/render` tells, and against the load."""
+    router = Router.start("router", [w.url for w in workers], tmp_path / "router.log", orphan_s=60)
+    try:
+        router.wait_until_ready()
+
+        def serves(*turns: str) -> str:
+            url = f"{router.url}/v1/chat/completions"
+            return httpx.post(url, json=_asking(*turns)).json()["worker"]
+
+        a, b = "one three fifteen " * 20, "seventeen a bb " * 20
+        first = serves(a)
+        for worker in workers:
+            worker.pause_s = 3
+        stream = {**_asking(a), "stream": True}
+        with httpx.stream("POST", f"{router.url}/v1/chat/completions", json=stream) as busy:
+            second = serves(b)
+            assert second != first, "the one with less to do"
+            assert serves(a, "and then") == first and serves(b, "and then") == second
+            assert busy.read().endswith(b"data: [DONE]\n\n")
+    finally:
+        router.child.stop()
 
 
 def test_a_router_that_is_gone_is_named() -> None:
