@@ -33,6 +33,8 @@ _TAIL_BYTES = 2000
 class LmEval(Section):
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks as `lm-eval ls tasks` shows them."""
+    include_path: Path | None = None
+    """Folder with tasks of your own, as YAML, besides those that lm_eval brings."""
     limit: int | None = Field(default=None, ge=1)
     """Examples of each task; None takes all."""
     endpoint: Literal["chat", "completions"] = "completions"
@@ -64,6 +66,8 @@ def command(options: LmEval, side: Side, output: Path, seed: int) -> list[str]:
     line += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
     line += ["--tasks", ",".join(options.tasks), "--output_path", str(output), "--log_samples"]
     line += ["--seed", str(seed)]
+    if options.include_path:
+        line += ["--include_path", str(options.include_path)]
     if options.limit is not None:
         line += ["--limit", str(options.limit)]
     return [*line, "--apply_chat_template"] if chat else line
