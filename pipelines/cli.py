@@ -89,11 +89,10 @@ def ui(
 
 
 def main() -> int:
-    """Run the command line: an error we know is one sentence and exit code 2, an interruption is 130."""
+    """Run the command line: an error we know is one sentence and exit code 2, an interruption 130."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as exit_:
-        return exit_.exit_code
+        # Without its standalone mode click returns the code of an Exit; commands themselves return nothing.
+        return app(standalone_mode=False) or 0
     except (typer.Abort, KeyboardInterrupt):
         print("\nstrop: interrupted; the same command goes on from here.", file=sys.stderr)
         return 130
@@ -108,7 +107,6 @@ def main() -> int:
             # Ray's own exception hook waits for a cluster that may be what failed.
             sys.modules["ray"].shutdown()
         raise
-    return 0
 
 
 if __name__ == "__main__":

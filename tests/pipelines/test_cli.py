@@ -54,6 +54,11 @@ def test_help_names_every_command(strop: Strop, tmp_path: Path) -> None:
         assert f" {command} " in text
 
 
+def test_a_command_that_ends_with_a_code_ends_the_program_with_it(strop: Strop) -> None:
+    assert strop("eval", "champion", "champion").returncode == 3
+    assert strop("eval", "suites").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "config", "message"),
     [
