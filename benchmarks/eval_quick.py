@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -262,10 +262,12 @@ def sampling_bug(url: str, temperature: float) -> Iterator[str]:
         ):  # fmt: skip
             kept = {k: v for k, v in upstream.headers.items() if k.lower() not in _HOP_BY_HOP}
             response = web.StreamResponse(status=upstream.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in upstream.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
+            # Suites end requests whose time is over.
+            with suppress(ConnectionResetError):
+                await response.prepare(request)
+                async for chunk in upstream.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
             return response
 
     loop = asyncio.new_event_loop()
