@@ -148,6 +148,29 @@ def _run(program: str, given: str, limits: Limits, isolate: bool) -> Ran:
             _end(process)
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that runs, or ran, in isolation."""
+
+    sandbox: subprocess.Popen[bytes]
+    verdict: int
+
+    def pid(self) -> int:
+        """Of the program itself, as it is seen from outside. Raises SandboxError if it is gone."""
+        children = Path(f"/proc/{self.sandbox.pid}/task/{self.sandbox.pid}/children").read_text().split()
+        if not children:
+            raise SandboxError(f"The program is gone: {self.ended(1.0) or 'nobody knows why'}.")
+        return int(children[0])
+
+    def ended(self, seconds: float) -> str | None:
+        """How it ended, in the words of `Ran.how`; None if it still runs after so many seconds."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.verdict, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                return None
+        return os.read(self.verdict, 1 << 12).decode(errors="replace").strip() or "killed"
+
+
 @contextmanager
 def started(
     command: list[str],
@@ -157,12 +180,12 @@ def started(
     limits: Limits,
     environment: Mapping[str, str] | None = None,
     allow_without_isolation: bool = False,
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[Program]:
     """Keep a program running, in the same isolation, for as long as the context lasts.
 
     `command` sees the files and folders `visible` besides the system's shared objects, and has the
-    descriptors `handed` open under the same numbers; stderr goes to a descriptor, stdout nowhere. The
-    process that is given is the sandbox, whose only child is the program. Raises SandboxError like `run`.
+    descriptors `handed` open under the same numbers; stderr goes to a descriptor, stdout nowhere. Raises
+    SandboxError like `run`; a sandbox that cannot be made says so when the program is asked for.
     """
     why = isolation_missing()
     if why and not allow_without_isolation:
@@ -201,7 +224,7 @@ def started(
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(spec).encode() + b"\n")
                 process.stdin.close()
-            yield process
+            yield Program(process, verdict)
         finally:
             os.close(verdict)
             _end(process)
