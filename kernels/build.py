@@ -169,7 +169,7 @@ class DLTensor(ctypes.Structure):
 
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
-_DTYPES = {
+DTYPES = {
     torch.int8: (_INT, 8),
     torch.int16: (_INT, 16),
     torch.int32: (_INT, 32),
@@ -188,10 +188,10 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> "ctypes.Array[ctypes._Pointer[
 
 
 def _described(tensor: torch.Tensor) -> DLTensor:
-    if tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
+    if tensor.device.type != "cpu" or tensor.dtype not in DTYPES:
         raise TypeError(f"A kernel for CPUs does not take {tensor.dtype} on {tensor.device}.")
     numbers = ctypes.c_int64 * tensor.ndim
-    code, bits = _DTYPES[tensor.dtype]
+    code, bits = DTYPES[tensor.dtype]
     shape, strides = numbers(*tensor.shape), numbers(*tensor.stride())
     return DLTensor(tensor.data_ptr(), 1, 0, tensor.ndim, code, bits, 1, shape, strides, 0)
 

@@ -25,7 +25,6 @@ class Contract:
     """One operator as it is served."""
 
     name: str
-    """Also the name of the function that a kernel exports."""
     about: str
     """What the inputs and outputs are, in their order, for whoever writes a kernel."""
     reference: Reference
