@@ -32,6 +32,8 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
 
 Kernel = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int]
+Compiler = Callable[[list[str], Path, str], None]
+"""Runs a command, which ends in the code's path, -o and the object's, with a scratch folder, for a named kernel."""
 
 
 class BuildError(RuntimeError):
@@ -76,12 +78,15 @@ def native_flags() -> tuple[str, ...]:
     )
 
 
-def build(source: Source, folder: Path, sanitize: bool = False) -> Path:
+def build(
+    source: Source, folder: Path, sanitize: bool = False, compiler: Compiler | None = None
+) -> Path:
     """Compile `source` to `folder/NAME-DIGEST.so`, once, and return that path.
 
     The compiler is a process of its own with a time limit. Processes that want the same object wait for
     one of them; the lock dies with its holder, so that a killed build blocks nobody. `sanitize` builds
-    with the address and undefined-behaviour sanitizers. Raises BuildError with the compiler's words.
+    with the address and undefined-behaviour sanitizers; `compiler` runs the command in place of
+    `run_compiler`. Raises BuildError with the compiler's words.
     """
     suffix = "-asan.so" if sanitize else ".so"
     target = folder.absolute() / f"{source.name}-{source.digest[:32]}{suffix}"
@@ -89,17 +94,17 @@ def build(source: Source, folder: Path, sanitize: bool = False) -> Path:
         return target
     with locked(target.with_suffix(".lock")):
         if not target.is_file():
-            _compile(source, target, _SANITIZE if sanitize else ())
+            _compile(source, target, _SANITIZE if sanitize else (), compiler or run_compiler)
     return target
 
 
-def _compile(source: Source, target: Path, extra: tuple[str, ...]) -> None:
+def _compile(source: Source, target: Path, extra: tuple[str, ...], compiler: Compiler) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         code, made = Path(scratch, f"{source.name}.cpp"), Path(scratch, "made.so")
         code.write_text(source.code)
-        includes = [f"-I{CSRC}", f"-I{_torch_include()}"]
+        includes = [f"-I{CSRC}", f"-I{torch_include()}"]
         flags = [*_FLAGS, *source.all_flags, *extra, *includes]
-        run_compiler([_compiler(), *flags, str(code), "-o", str(made)], Path(scratch), source.name)
+        compiler([_compiler(), *flags, str(code), "-o", str(made)], Path(scratch), source.name)
         with made.open("rb") as file:
             os.fsync(file.fileno())
         made.replace(target)
@@ -208,7 +213,7 @@ def _compiler_version() -> str:
     return asked.stdout.splitlines()[0]
 
 
-def _torch_include() -> Path:
+def torch_include() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / "include"
@@ -217,4 +222,4 @@ def _torch_include() -> Path:
 @cache
 def _headers() -> tuple[Path, ...]:
     """Every header that a kernel of ours may include."""
-    return (*sorted(CSRC.glob("*.h")), _torch_include() / "ATen" / "dlpack.h")
+    return (*sorted(CSRC.glob("*.h")), torch_include() / "ATen" / "dlpack.h")

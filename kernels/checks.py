@@ -46,7 +46,7 @@ class Trial:
         self, all_inputs: Sequence[Tensors], flush: Flush = "end", in_place: bool = False
     ) -> list[Placed]:
         """Room for calls with inputs like these."""
-        calls = [(inputs, self.rounded(inputs)) for inputs in all_inputs]
+        calls = [(inputs, self.rounded(tuple(t.to("meta") for t in inputs))) for inputs in all_inputs]
         return self.host.arrange(calls, flush, self.contract.in_place if in_place else ())
 
     def rounded(self, inputs: Tensors) -> Tensors:

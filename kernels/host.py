@@ -289,7 +289,15 @@ def hosted(
         arguments = [str(program), *map(str, handed), name]
         try:
             running = kept.enter_context(
-                sandbox.started(arguments, [str(program)], handed, log.fileno(), limits, environment, trusted)
+                sandbox.started(
+                    arguments,
+                    limits,
+                    visible=[str(program)],
+                    handed=handed,
+                    stderr=log.fileno(),
+                    environment=environment,
+                    allow_without_isolation=trusted,
+                )
             )
         finally:
             os.close(their_commands)

@@ -174,18 +174,21 @@ class Program:
 @contextmanager
 def started(
     command: list[str],
-    visible: Sequence[str],
-    handed: Sequence[int],
-    stderr: int,
     limits: Limits,
+    *,
+    visible: Sequence[str] = (),
+    handed: Sequence[int] = (),
+    given: bytes = b"",
+    stdout: int = subprocess.DEVNULL,
+    stderr: int = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
     allow_without_isolation: bool = False,
 ) -> Iterator[Program]:
     """Keep a program running, in the same isolation, for as long as the context lasts.
 
-    `command` sees the files and folders `visible` besides the system's shared objects, and has the
-    descriptors `handed` open under the same numbers; stderr goes to a descriptor, stdout nowhere. Raises
-    SandboxError like `run`; a sandbox that cannot be made says so when the program is asked for.
+    `command` sees the files and folders `visible` besides the system's shared objects, reads `given` from
+    its stdin, writes to the descriptors `stdout` and `stderr`, and has those of `handed` open under the
+    same numbers. Raises SandboxError like `run`; that a sandbox could not be made is in `Program.ended`.
     """
     why = isolation_missing()
     if why and not allow_without_isolation:
@@ -207,7 +210,7 @@ def started(
             process = subprocess.Popen(
                 _boot(),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=stdout,
                 stderr=stderr,
                 env={},
                 cwd="/",
@@ -222,7 +225,7 @@ def started(
         try:
             assert process.stdin
             with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(spec).encode() + b"\n")
+                process.stdin.write(json.dumps(spec).encode() + b"\n" + given)
                 process.stdin.close()
             yield Program(process, verdict)
         finally:
