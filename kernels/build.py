@@ -78,9 +78,7 @@ def native_flags() -> tuple[str, ...]:
     )
 
 
-def build(
-    source: Source, folder: Path, sanitize: bool = False, compiler: Compiler | None = None
-) -> Path:
+def build(source: Source, folder: Path, sanitize: bool = False, compiler: Compiler | None = None) -> Path:
     """Compile `source` to `folder/NAME-DIGEST.so`, once, and return that path.
 
     The compiler is a process of its own with a time limit. Processes that want the same object wait for

@@ -153,9 +153,7 @@ class Host:
             first, outs = iter(slots[:own]), slots[own:]
             places = dict(in_place)
             ins = [outs[places[n]] if n in places else next(first) for n in range(len(inputs))]
-            placed.append(
-                Placed(tuple(slots), tuple(s.view for s in ins), tuple(slot.view for slot in outs))
-            )
+            placed.append(Placed(tuple(slots), tuple(s.view for s in ins), tuple(slot.view for slot in outs)))
             numbers += [len(ins), len(outs)]
             for slot in (*ins, *outs):
                 numbers += slot.numbers()

@@ -28,6 +28,7 @@ from strop.kernels.tolerance import fault
 
 BURST_S = 0.02
 ROUNDS = 9
+TRIES = 50
 MOST_CALLS = 512
 MOST_BYTES = 192 << 20
 COMPARED = 6
@@ -68,13 +69,13 @@ class _Round:
 
 def measure(trial: Trial, shape: Shape, rounds: int = ROUNDS, burst_s: float = BURST_S) -> Timing:
     """Time one shape. Raises Wrong for outputs that are not right, and HostError."""
-    calls = _calls(trial, shape, burst_s)
-    inputs = [trial.make(shape) for _ in range(calls)]
-    placed = trial.place(inputs)
-    scratch = torch.zeros(2 * _last_level_cache_bytes(), dtype=torch.uint8)
     before = torch.get_num_threads()
     torch.set_num_threads(trial.threads)
     try:
+        calls = _calls(trial, shape, burst_s)
+        inputs = [trial.make(shape) for _ in range(calls)]
+        placed = trial.place(inputs)
+        scratch = torch.zeros(2 * _last_level_cache_bytes(), dtype=torch.uint8)
         found = [_round(trial, placed, inputs, scratch) for _ in range(rounds + 1)][1:]
     except Wrong as wrong:
         raise Wrong(f"{words(shape)}: {wrong}") from None
@@ -148,7 +149,7 @@ def _calls(trial: Trial, shape: Shape, burst_s: float) -> int:
     inputs = trial.make(shape)
     needed = sum(t.numel() * t.element_size() for t in (*inputs, *trial.rounded(inputs)))
     times: list[float] = []
-    for _ in range(3):
+    while len(times) < TRIES and sum(times) < burst_s:
         start = time.perf_counter()
         trial.rounded(inputs)
         times.append(time.perf_counter() - start)

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -56,7 +57,7 @@ def _run(spec: dict, program: bytes, given: int) -> None:
         _tell(spec, f"not isolated: {error}")
         return
     # The child is the first process of its namespace: with it, all that it started are killed.
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: _kill(child))
     deadline = time.monotonic() + spec["seconds"]
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
@@ -67,6 +68,11 @@ def _run(spec: dict, program: bytes, given: int) -> None:
         time.sleep(0.005)
     code = os.waitstatus_to_exitcode(ended[1])
     _tell(spec, f"signal {-code}" if code < 0 else f"exit {code}")
+
+
+def _kill(child: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
 
 def _tell(spec: dict, how: str) -> None:
