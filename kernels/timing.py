@@ -38,7 +38,7 @@ COMPARED = 6
 class Timing(BaseModel):
     """Times of one served shape; a call's, in seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     shape: str
     kernel_s: float
@@ -177,6 +177,11 @@ def timed(trial: Trial, rounds: int, burst_s: float) -> tuple[Timing, ...]:
     return tuple(found)
 
 
+def overall_speedup(timings: tuple[Timing, ...]) -> float:
+    """The geometric mean over the served shapes; NaN where there is nothing."""
+    return math.exp(sum(math.log(t.speedup) for t in timings) / len(timings)) if timings else math.nan
+
+
 def faster(timings: tuple[Timing, ...]) -> str:
     """Faster on the whole, shown so on one shape at least, and shown slower on none. Raises Wrong."""
     if not timings or not all(timing.complete for timing in timings):
@@ -184,7 +189,7 @@ def faster(timings: tuple[Timing, ...]) -> str:
     for timing in timings:
         if timing.high < 1:
             raise Wrong(f"{timing.shape}: {timing.speedup:.2f} times the reference's speed: slower")
-    overall = math.exp(sum(math.log(timing.speedup) for timing in timings) / len(timings))
+    overall = overall_speedup(timings)
     shown = [t for t in timings if t.low > 1 and t.speedup > t.noise]
     if overall <= 1 or not shown:
         raise Wrong(f"{overall:.2f} times the reference's speed, within what the machine's unrest explains")

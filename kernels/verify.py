@@ -28,7 +28,7 @@ CHECKS = (BUILD, *BEFORE_TIMING, SANITIZER, TIMING, AFTER, OBJECT, FASTER)
 class Check(BaseModel):
     """One answer of the verifier."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     name: str
     passed: bool
@@ -38,7 +38,7 @@ class Check(BaseModel):
 class Verification(BaseModel):
     """What the verifier found of one kernel; it stops at the first check that fails."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     contract: str
     source: str
