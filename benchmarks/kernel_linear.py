@@ -20,12 +20,14 @@ prefill_over_fp32 (time of `F.linear` over ours with bfloat16 weights, of the fi
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,6 +47,7 @@ from strop.kernels.linear import (
 
 GROUP = 64
 CACHE_BYTES = 96 << 20
+TURN_FLOP = 5e9
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 KINDS = ("bf16", "int8", "int4")
 MODELS = {
@@ -77,8 +80,6 @@ STROP_KERNEL read_memory(const DLTensor* const* in, int, DLTensor* const* out, i
   return 0;
 }
 """
-
-Turn = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,56 +137,57 @@ def _measure(
     a, b = torch.randn(960, 1536), torch.randn(1536, 1536)
     cells = {}
     for count in rows:
-        x = torch.randn(count, inputs)
-        arms: dict[str, tuple[Turn, int, int]] = {}
+        x, y = torch.randn(count, inputs), torch.empty(count, outputs)
+        flop = 2.0 * count * inputs * outputs
+        arms = {"read": _Arm([read], memory.nbytes, 1), "sgemm": _Arm([partial(torch.mm, a, b)], 0, 4)}
         for kind, copies in packed.items():
-            y = torch.empty(count, outputs)
             calls = [bind(library, "linear", [x, *copy.tensors], [y]) for copy in copies]
-            arms[kind] = (lambda calls=calls: _all(calls), len(calls), copies[0].bytes)
+            arms[kind] = _Arm(calls, copies[0].bytes, _calls_per_turn(len(calls), flop))
         for name, weights in plain.items():
             given = x.to(weights[0].dtype)
-            turn = lambda given=given, weights=weights: _linears(given, weights)  # noqa: E731
-            arms[name] = (turn, len(weights), weights[0].nbytes)
-        arms["read"] = (lambda: _all([read]), 1, memory.nbytes)
-        arms["sgemm"] = (lambda: _products(a, b), 4, 0)
-        for name, seconds in _alternate(arms, rounds if count < 64 else max(3, rounds // 3)).items():
+            calls = [partial(torch.nn.functional.linear, given, each) for each in weights]
+            arms[name] = _Arm(calls, weights[0].nbytes, _calls_per_turn(len(calls), flop))
+        for name, seconds in _alternate(arms, rounds).items():
             if name == "read":
                 floors["read"].append(memory.nbytes / seconds)
             elif name == "sgemm":
                 floors["sgemm"].append(2.0 * 960 * 1536 * 1536 / seconds)
             else:
-                cells[name, count] = Cell(seconds, arms[name][2], 2.0 * count * inputs * outputs)
+                cells[name, count] = Cell(seconds, arms[name].weight_bytes, flop)
     return cells
 
 
-def _alternate(arms: dict[str, tuple[Turn, int, int]], rounds: int) -> dict[str, float]:
+class _Arm:
+    """Calls that take turns: the copies of one shape's weights."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]], weight_bytes: int, per_turn: int) -> None:
+        self.calls = itertools.cycle(calls)
+        self.weight_bytes = weight_bytes
+        self.per_turn = per_turn
+
+    def seconds(self) -> float:
+        """Of one call, over the calls of a turn."""
+        began = time.perf_counter()
+        for call in itertools.islice(self.calls, self.per_turn):
+            call()
+        return (time.perf_counter() - began) / self.per_turn
+
+
+def _calls_per_turn(copies: int, flop: float) -> int:
+    """All copies, but no more than half a second of the slowest arithmetic here."""
+    return min(copies, max(1, int(TURN_FLOP / flop)))
+
+
+def _alternate(arms: dict[str, _Arm], rounds: int) -> dict[str, float]:
     """Median seconds of one call of each arm."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name in list(arms) if number % 2 else list(arms)[::-1]:
-            turn, calls, _ = arms[name]
-            began = time.perf_counter()
-            turn()
+            seconds = arms[name].seconds()
             # The first round warms up threads, pages and oneDNN's own kernels.
             if number:
-                times[name].append((time.perf_counter() - began) / calls)
+                times[name].append(seconds)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def _all(calls: list[Callable[[], int]]) -> None:
-    for call in calls:
-        if call():
-            raise SystemExit("A kernel refused what it was given.")
-
-
-def _linears(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
-    for weight in weights:
-        torch.nn.functional.linear(x, weight)
-
-
-def _products(a: torch.Tensor, b: torch.Tensor) -> None:
-    for _ in range(4):
-        torch.mm(a, b)
 
 
 def _pack(weight: torch.Tensor, kind: str) -> Packed:
@@ -217,7 +219,8 @@ def _errors(shape: tuple[int, int], library: Path) -> dict[str, float]:
         x = torch.randn(16, inputs).to(dtype)
         exact = x.double() @ values.double().t()
         y = torch.empty(16, outputs, dtype=dtype)
-        _all([bind(library, "linear", [x, *_pack(weight, kind).tensors], [y])])
+        if bind(library, "linear", [x, *_pack(weight, kind).tensors], [y])():
+            raise SystemExit(f"The kernel refuses {kind} weights of {inputs} -> {outputs}.")
         theirs = torch.nn.functional.linear(x, values.to(dtype))
         ratios[kind] = float((y.double() - exact).abs().max() / (theirs.double() - exact).abs().max())
     return ratios

@@ -75,8 +75,10 @@ def pack_int4(weight_NK: torch.Tensor, scale_NG: torch.Tensor) -> Packed:
     scale = scale_NG.to(torch.bfloat16)
     if not torch.equal(scale.to(scale_NG.dtype), scale_NG):
         raise ValueError("The scales of int4 weights must be bfloat16 values: round them before quantising.")
-    nibbles = _panels(weight_NK).to(torch.int32).bitwise_and_(15).unflatten(1, (k // 8, 8))
-    shifted = nibbles << torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+    digits = _panels(weight_NK).to(torch.int32).unflatten(1, (k // 8, 8))
+    # All but the digit that carries the sign are stored as q + 8: see the kernel.
+    digits[:, :, :7] += 8
+    shifted = digits.bitwise_and_(15) << torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
     packed = shifted.sum(2, dtype=torch.int64).to(torch.int32)
     return Packed(packed.contiguous(), _panels(scale), channels)
 

@@ -51,6 +51,8 @@ struct Weights {
 // Rows of x as float32, in blocks of at most MAX_ROWS rows that lie [k, rows].
 struct Rows {
   float* data;
+  // int4, few rows: the first value of each group's sum, [groups, rows] for each block.
+  float* offsets;
   int64_t rows, blocks;
 
   int64_t begin(int64_t block) const { return block * rows / blocks; }
@@ -63,6 +65,26 @@ struct Output {
   const void* bias;
   bool bias_bf16;
 };
+
+// The eight int4 values of a dword are read where they stand: masked and converted, the value at digit i
+// of sixteen is 16^i times too large, which x makes up for, exactly. Digits 0 to 6 hold q + 8, and the
+// sum starts at -8 times the sum of x; digit 7, which carries the sign, holds q itself.
+constexpr float DIGIT_SCALE[8] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 0x1p-28f};
+
+void scale_digits(const Weights& w, const Rows& rows, int64_t block) {
+  const int64_t from = rows.begin(block), count = rows.begin(block + 1) - from, groups = w.k / w.group;
+  float* x = rows.data + from * w.k;
+  float* offsets = rows.offsets + from * groups;
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t r = 0; r < count; r++) {
+      float sum = 0;
+      for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
+        sum += k % 8 == 7 ? 0 : x[k * count + r];
+        x[k * count + r] *= DIGIT_SCALE[k % 8];
+      }
+      offsets[g * count + r] = -8 * sum;
+    }
+}
 
 class Scratch {
  public:
@@ -126,82 +148,94 @@ void finish(const Weights& w, const Output& out, int64_t panel, int64_t row, F16
 
 template <int R, int P>
 inline void step(F16 (&sums)[P][R], const F16 (&weights)[P], const float* x) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    const F16 value = all(x[r]);
-#pragma GCC unroll 8
-    for (int p = 0; p < P; p++) sums[p][r] = fma(value, weights[p], sums[p][r]);
-  }
-}
-
-template <int R, int P, int I>
-inline void step_nibble(F16 (&sums)[P][R], const I16 (&packed)[P], const float* x) {
-  F16 weights[P];
-#pragma GCC unroll 8
-  for (int p = 0; p < P; p++) weights[p] = nibble<I>(packed[p]);
-  step<R, P>(sums, weights, x + I * R);
-}
-
-template <int R, int P>
-inline void clear(F16 (&sums)[P][R]) {
 #pragma GCC unroll 8
   for (int p = 0; p < P; p++)
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) sums[p][r] = zero();
+    for (int r = 0; r < R; r++) sums[p][r] = fma(all(x[r]), weights[p], sums[p][r]);
+}
+
+template <int R, int P, int I>
+inline void step_digit(F16 (&sums)[P][R], const I16 (&packed)[P], const float* x) {
+  F16 weights[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++) weights[p] = digit<I>(packed[p]);
+  step<R, P>(sums, weights, x + I * R);
+}
+
+template <Kind KIND, int R, int P>
+inline void step_k(F16 (&sums)[P][R], const char* from, int64_t stride, const float* x) {
+  F16 weights[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++)
+    weights[p] = KIND == Kind::bf16 ? load_split_bf16(from + p * stride)
+                                    : load_i8(reinterpret_cast<const int8_t*>(from + p * stride));
+  step<R, P>(sums, weights, x);
+}
+
+template <int P>
+inline void prefetch(const char* from, int64_t stride) {
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++) _mm_prefetch(from + p * stride + PREFETCH_BYTES, _MM_HINT_T0);
 }
 
 // R rows times P panels, all of k.
 template <Kind KIND, int R, int P>
-void stream(const Weights& w, const Output& out, int64_t panel, int64_t row, const float* x) {
-  const char* from[P];
-  for (int p = 0; p < P; p++) from[p] = w.panel(panel + p);
+void stream(const Weights& w, const Output& out, const Rows& rows, int64_t panel, int64_t row) {
+  const char* from = w.panel(panel);
+  const int64_t stride = w.panel_bytes();
+  const float* x = rows.data + row * w.k;
   F16 sums[P][R];
-  clear<R, P>(sums);
-  if constexpr (KIND == Kind::int4) {
-    const uint16_t* scales[P];
-    for (int p = 0; p < P; p++) scales[p] = w.scales4(panel + p);
-    for (int64_t k = 0; k < w.k; k += w.group) {
-      F16 part[P][R];
-      clear<R, P>(part);
-      for (int64_t i = k; i < k + w.group; i += 8) {
-        I16 packed[P];
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) {
-          packed[p] = load_i32(reinterpret_cast<const int32_t*>(from[p]));
-          _mm_prefetch(from[p] + PREFETCH_BYTES, _MM_HINT_T0);
-          from[p] += 64;
+  for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sums[p][r] = zero();
+  if constexpr (KIND == Kind::int4) {
+    const uint16_t* scales = w.scales4(panel);
+    const int64_t groups = w.k / w.group;
+    const float* offsets = rows.offsets + row * groups;
+    for (int64_t g = 0; g < groups; g++) {
+      F16 part[P][R], other[P][R];
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          part[p][r] = all(offsets[g * R + r]);
+          other[p][r] = zero();
         }
-        const float* at = x + i * R;
-        step_nibble<R, P, 0>(part, packed, at);
-        step_nibble<R, P, 1>(part, packed, at);
-        step_nibble<R, P, 2>(part, packed, at);
-        step_nibble<R, P, 3>(part, packed, at);
-        step_nibble<R, P, 4>(part, packed, at);
-        step_nibble<R, P, 5>(part, packed, at);
-        step_nibble<R, P, 6>(part, packed, at);
-        step_nibble<R, P, 7>(part, packed, at);
+      for (int64_t i = 0; i < w.group; i += 8) {
+        I16 packed[P];
+        prefetch<P>(from, stride);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) packed[p] = load_i32(reinterpret_cast<const int32_t*>(from + p * stride));
+        step_digit<R, P, 0>(part, packed, x);
+        step_digit<R, P, 1>(R < 4 ? other : part, packed, x);
+        step_digit<R, P, 2>(part, packed, x);
+        step_digit<R, P, 3>(R < 4 ? other : part, packed, x);
+        step_digit<R, P, 4>(part, packed, x);
+        step_digit<R, P, 5>(R < 4 ? other : part, packed, x);
+        step_digit<R, P, 6>(part, packed, x);
+        step_digit<R, P, 7>(R < 4 ? other : part, packed, x);
+        from += 64;
+        x += 8 * R;
       }
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
-        const F16 scale = load_bf16(scales[p]) * all(0x1p-28f);
-        scales[p] += LANES;
+        const F16 scale = load_bf16(scales + (p * groups + g) * LANES);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) sums[p][r] = fma(part[p][r], scale, sums[p][r]);
+        for (int r = 0; r < R; r++) sums[p][r] = fma(R < 4 ? part[p][r] + other[p][r] : part[p][r], scale, sums[p][r]);
       }
     }
   } else {
-    constexpr int64_t BYTES = KIND == Kind::bf16 ? 32 : 16;
-    for (int64_t k = 0; k < w.k; k++) {
-      F16 weights[P];
-#pragma GCC unroll 8
-      for (int p = 0; p < P; p++) {
-        if constexpr (KIND == Kind::bf16) weights[p] = load_split_bf16(from[p]);
-        else weights[p] = load_i8(reinterpret_cast<const int8_t*>(from[p]));
-        _mm_prefetch(from[p] + PREFETCH_BYTES, _MM_HINT_T0);
-        from[p] += BYTES;
-      }
-      step<R, P>(sums, weights, x + k * R);
+    constexpr int BYTES = KIND == Kind::bf16 ? 32 : 16, LINE = 64 / BYTES;
+    int64_t k = 0;
+    for (; k + LINE <= w.k; k += LINE) {
+      prefetch<P>(from, stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < LINE; i++) step_k<KIND, R, P>(sums, from + i * BYTES, stride, x + i * R);
+      from += 64;
+      x += LINE * R;
     }
+    for (; k < w.k; k++, from += BYTES, x += R) step_k<KIND, R, P>(sums, from, stride, x);
   }
 #pragma GCC unroll 8
   for (int p = 0; p < P; p++)
@@ -209,15 +243,17 @@ void stream(const Weights& w, const Output& out, int64_t panel, int64_t row, con
     for (int r = 0; r < R; r++) finish(w, out, panel + p, row + r, sums[p][r]);
 }
 
-// Panels that one pass takes together: enough independent sums to hide the latency of a multiply-add.
-template <int R>
-constexpr int PANELS = R == 1 ? 4 : R <= 3 ? 2 : 1;
+// Panels that one pass takes together: enough independent sums to hide the latency of a multiply-add,
+// and few enough for the registers. int4 sums odd and even k apart instead.
+template <Kind KIND, int R>
+constexpr int PANELS = KIND == Kind::int4 ? (R == 1 ? 2 : 1) : R == 1 ? 4 : R <= 3 ? 2 : 1;
 
 template <Kind KIND, int R>
-void stream_range(const Weights& w, const Output& out, int64_t begin, int64_t end, int64_t row, const float* x) {
+void stream_range(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, int64_t row) {
+  constexpr int P = PANELS<KIND, R>;
   int64_t panel = begin;
-  for (; panel + PANELS<R> <= end; panel += PANELS<R>) stream<KIND, R, PANELS<R>>(w, out, panel, row, x);
-  for (; panel < end; panel++) stream<KIND, R, 1>(w, out, panel, row, x);
+  for (; panel + P <= end; panel += P) stream<KIND, R, P>(w, out, rows, panel, row);
+  for (; panel < end; panel++) stream<KIND, R, 1>(w, out, rows, panel, row);
 }
 
 template <Kind KIND>
@@ -228,21 +264,20 @@ void few_rows(const Weights& w, const Output& out, const Rows& rows, int64_t beg
     const int64_t last = std::min(end, panel + together);
     for (int64_t block = 0; block < rows.blocks; block++) {
       const int64_t row = rows.begin(block);
-      const float* x = rows.data + row * w.k;
       switch (rows.begin(block + 1) - row) {
-        case 1: stream_range<KIND, 1>(w, out, panel, last, row, x); break;
-        case 2: stream_range<KIND, 2>(w, out, panel, last, row, x); break;
-        case 3: stream_range<KIND, 3>(w, out, panel, last, row, x); break;
-        case 4: stream_range<KIND, 4>(w, out, panel, last, row, x); break;
-        case 5: stream_range<KIND, 5>(w, out, panel, last, row, x); break;
-        case 6: stream_range<KIND, 6>(w, out, panel, last, row, x); break;
+        case 1: stream_range<KIND, 1>(w, out, rows, panel, last, row); break;
+        case 2: stream_range<KIND, 2>(w, out, rows, panel, last, row); break;
+        case 3: stream_range<KIND, 3>(w, out, rows, panel, last, row); break;
+        case 4: stream_range<KIND, 4>(w, out, rows, panel, last, row); break;
+        case 5: stream_range<KIND, 5>(w, out, rows, panel, last, row); break;
+        case 6: stream_range<KIND, 6>(w, out, rows, panel, last, row); break;
 #if defined(__AVX512F__)
-        case 7: stream_range<KIND, 7>(w, out, panel, last, row, x); break;
-        case 8: stream_range<KIND, 8>(w, out, panel, last, row, x); break;
-        case 9: stream_range<KIND, 9>(w, out, panel, last, row, x); break;
-        case 10: stream_range<KIND, 10>(w, out, panel, last, row, x); break;
-        case 11: stream_range<KIND, 11>(w, out, panel, last, row, x); break;
-        case 12: stream_range<KIND, 12>(w, out, panel, last, row, x); break;
+        case 7: stream_range<KIND, 7>(w, out, rows, panel, last, row); break;
+        case 8: stream_range<KIND, 8>(w, out, rows, panel, last, row); break;
+        case 9: stream_range<KIND, 9>(w, out, rows, panel, last, row); break;
+        case 10: stream_range<KIND, 10>(w, out, rows, panel, last, row); break;
+        case 11: stream_range<KIND, 11>(w, out, rows, panel, last, row); break;
+        case 12: stream_range<KIND, 12>(w, out, rows, panel, last, row); break;
 #endif
       }
     }
@@ -250,8 +285,10 @@ void few_rows(const Weights& w, const Output& out, const Rows& rows, int64_t beg
 }
 
 template <int I>
-inline void unpack_nibble(float* to, I16 packed, F16 scale) {
-  store(to + I * LANES, nibble<I>(packed) * scale);
+inline void unpack_digit(float* to, I16 packed, F16 scale) {
+  const F16 value = I == 7 ? digit<I>(packed) * all(DIGIT_SCALE[I])
+                           : fma(digit<I>(packed), all(DIGIT_SCALE[I]), all(-8.0f));
+  store(to + I * LANES, value * scale);
 }
 
 void unpack(const Weights& w, int64_t panel, int64_t k, int64_t count, float* to) {
@@ -264,17 +301,17 @@ void unpack(const Weights& w, int64_t panel, int64_t k, int64_t count, float* to
   } else {
     const int32_t* from = reinterpret_cast<const int32_t*>(w.panel(panel)) + k / 8 * LANES;
     for (int64_t i = 0; i < count; i += 8) {
-      const F16 scale = load_bf16(w.scales4(panel) + (k + i) / w.group * LANES) * all(0x1p-28f);
+      const F16 scale = load_bf16(w.scales4(panel) + (k + i) / w.group * LANES);
       const I16 packed = load_i32(from + i / 8 * LANES);
       float* at = to + i * LANES;
-      unpack_nibble<0>(at, packed, scale);
-      unpack_nibble<1>(at, packed, scale);
-      unpack_nibble<2>(at, packed, scale);
-      unpack_nibble<3>(at, packed, scale);
-      unpack_nibble<4>(at, packed, scale);
-      unpack_nibble<5>(at, packed, scale);
-      unpack_nibble<6>(at, packed, scale);
-      unpack_nibble<7>(at, packed, scale);
+      unpack_digit<0>(at, packed, scale);
+      unpack_digit<1>(at, packed, scale);
+      unpack_digit<2>(at, packed, scale);
+      unpack_digit<3>(at, packed, scale);
+      unpack_digit<4>(at, packed, scale);
+      unpack_digit<5>(at, packed, scale);
+      unpack_digit<6>(at, packed, scale);
+      unpack_digit<7>(at, packed, scale);
     }
   }
 }
@@ -342,14 +379,17 @@ void multiply_threads(const DLTensor* x, const Weights& w, const Output& out) {
   const bool few = all_rows <= FEW_ROWS;
   for (int64_t first = 0; first < all_rows; first += BLOCK_ROWS) {
     const int64_t count = std::min(BLOCK_ROWS, all_rows - first);
-    const Rows rows{shared.floats(count * w.k), count, (count + MAX_ROWS - 1) / MAX_ROWS};
+    float* gathered = shared.floats(count * (w.k + (w.group ? w.k / w.group : 0)));
+    const Rows rows{gathered, gathered + count * w.k, count, (count + MAX_ROWS - 1) / MAX_ROWS};
     Output part = out;
     part.data += first * out.row_stride * (out.bf16 ? 2 : 4);
 #pragma omp parallel
     {
       const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-      for (int64_t block = me; block < rows.blocks; block += threads)
+      for (int64_t block = me; block < rows.blocks; block += threads) {
         bf16 ? gather<true>(x, first, rows, block) : gather<false>(x, first, rows, block);
+        if (few && w.kind == Kind::int4) scale_digits(w, rows, block);
+      }
 #pragma omp barrier
       const int64_t begin = w.panels * me / threads, end = w.panels * (me + 1) / threads;
       if (!few) {

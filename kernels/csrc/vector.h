@@ -41,11 +41,10 @@ struct I16 {
   __m512i v;
 };
 inline I16 load_i32(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
-// Signed nibble I of every dword, times 2^28.
+// Digit I of sixteen of every dword, where it stands: times 16^I; digit 7 is signed.
 template <int I>
-inline F16 nibble(I16 w) {
-  const __m512i up = _mm512_slli_epi32(w.v, 28 - 4 * I);
-  return {_mm512_cvtepi32_ps(_mm512_and_si512(up, _mm512_set1_epi32(0xf0000000)))};
+inline F16 digit(I16 w) {
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(0xfu << (4 * I))))};
 }
 // Round to nearest even; NaN stays NaN.
 inline void store_bf16(uint16_t* p, F16 x) {
@@ -96,12 +95,11 @@ inline I16 load_i32(const int32_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
 }
-// Signed nibble I of every dword, times 2^28.
+// Digit I of sixteen of every dword, where it stands: times 16^I; digit 7 is signed.
 template <int I>
-inline F16 nibble(I16 w) {
-  const __m256i mask = _mm256_set1_epi32(0xf0000000);
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_slli_epi32(w.a, 28 - 4 * I), mask)),
-          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_slli_epi32(w.b, 28 - 4 * I), mask))};
+inline F16 digit(I16 w) {
+  const __m256i mask = _mm256_set1_epi32(0xfu << (4 * I));
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(w.a, mask)), _mm256_cvtepi32_ps(_mm256_and_si256(w.b, mask))};
 }
 // Round to nearest even; NaN stays NaN.
 inline __m256i rounded_bf16(__m256 x) {
