@@ -97,8 +97,8 @@ def _compile(source: Source, target: Path, extra: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         code, made = Path(scratch, f"{source.name}.cpp"), Path(scratch, "made.so")
         code.write_text(source.code)
-        includes = [f"-I{CSRC}", f"-I{_torch_include()}"]
-        flags = [*_FLAGS, *source.all_flags, *extra, *includes]
+        places = [f"-I{CSRC}", f"-I{_torch_folder() / 'include'}", f"-L{_torch_folder() / 'lib'}"]
+        flags = [*_FLAGS, *source.all_flags, *extra, *places]
         run_compiler([_compiler(), *flags, str(code), "-o", str(made)], Path(scratch), source.name)
         with made.open("rb") as file:
             os.fsync(file.fileno())
@@ -227,13 +227,13 @@ def _compiler_version() -> str:
     return asked.stdout.splitlines()[0]
 
 
-def _torch_include() -> Path:
+def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec and spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / "include"
+    return Path(spec.submodule_search_locations[0])
 
 
 @cache
 def _headers() -> tuple[Path, ...]:
     """Every header that a kernel of ours may include."""
-    return (*sorted(CSRC.glob("*.h")), _torch_include() / "ATen" / "dlpack.h")
+    return (*sorted(CSRC.glob("*.h")), _torch_folder() / "include" / "ATen" / "dlpack.h")
