@@ -11,7 +11,7 @@ from pathlib import Path
 
 from strop.evals.behaviour import sandbox
 from strop.evals.behaviour.sandbox import Limits
-from strop.kernels.build import CSRC, TIME_LIMIT_S, BuildError, run_compiler, torch_include
+from strop.kernels.build import CSRC, TIME_LIMIT_S, BuildError, run_compiler, torch_folder
 from strop.serving.home import locked
 
 _SYSTEM = ("/usr/bin", "/usr/include", "/usr/libexec", "/bin", "/etc/alternatives")
@@ -68,7 +68,7 @@ def host_program(folder: Path, sanitize: bool = False) -> Path:
         if not target.is_file():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch, "host")
-                command = ["g++", *flags, f"-I{torch_include()}", str(_HOST), "-ldl", "-o", str(made)]
+                command = ["g++", *flags, f"-I{_include()}", str(_HOST), "-ldl", "-o", str(made)]
                 run_compiler(command, Path(scratch), "host")
                 # The sandbox runs it as a user who owns nothing.
                 made.chmod(0o755)
@@ -77,4 +77,8 @@ def host_program(folder: Path, sanitize: bool = False) -> Path:
 
 
 def _dlpack() -> Path:
-    return torch_include() / "ATen" / "dlpack.h"
+    return _include() / "ATen" / "dlpack.h"
+
+
+def _include() -> Path:
+    return torch_folder() / "include"

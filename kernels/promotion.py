@@ -34,15 +34,17 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class Activation(_Frozen):
-    """What one worker of the engine says that it ran."""
+class Ran(_Frozen):
+    """What one worker of the engine says that it ran: `library.Activation`, and whose."""
 
     worker: str
-    object: str | None
-    """SHA-256 of the object that it loaded; None if it loaded none."""
+    name: str
+    sha256: str | None
+    """Of the object that it loaded; None if it loaded none."""
     calls: int
-    fallbacks: int
-    """Calls that went to the stock operator instead."""
+    """Calls that the kernel took."""
+    refusals: int
+    """Calls that were computed without it."""
 
 
 class Engine(_Frozen):
@@ -50,7 +52,7 @@ class Engine(_Frozen):
 
     workers: int
     """How many ran: each must have told what it did."""
-    activations: tuple[Activation, ...]
+    activations: tuple[Ran, ...]
     on_s: tuple[float, ...]
     """Times of the bursts with the kernel, in their order."""
     off_s: tuple[float, ...]
@@ -195,14 +197,14 @@ def _against_activation(engine: Engine, expected: str) -> list[str]:
     if len({a.worker for a in engine.activations}) < max(engine.workers, 1):
         found.append(f"{len(engine.activations)} of {engine.workers} workers told what they ran")
     for each in engine.activations:
-        if each.object != expected:
-            loaded = each.object[:12] if each.object else "nothing"
+        if each.sha256 != expected:
+            loaded = each.sha256[:12] if each.sha256 else "nothing"
             found.append(f"worker {each.worker} loaded {loaded}, not {expected[:12]}")
         if each.calls <= 0:
             found.append(f"the kernel never ran in worker {each.worker}")
-        if each.fallbacks > 0:
+        if each.refusals > 0:
             found.append(
-                f"worker {each.worker} fell back to the stock operator {each.fallbacks} times in {each.calls + each.fallbacks} calls"
+                f"worker {each.worker} fell back to the stock operator {each.refusals} times in {each.calls + each.refusals} calls"
             )
     return found
 

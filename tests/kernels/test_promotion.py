@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.kernels.promotion import (
-    Activation,
     Decision,
     Engine,
     PromotionError,
     Promotions,
+    Ran,
     Record,
     predicted_gain,
 )
@@ -63,7 +63,7 @@ def record(verified: Verification) -> Record:
 def engine(**other: Any) -> Engine:
     content: dict[str, Any] = {
         "workers": 1,
-        "activations": (Activation(worker="0", object=DIGEST, calls=900, fallbacks=0),),
+        "activations": (Ran(worker="0", name="kernel", sha256=DIGEST, calls=900, refusals=0),),
         "on_s": (1.0, 1.01, 0.99, 1.0, 1.0, 1.02),
         "off_s": (1.5, 1.52, 1.47, 1.5, 1.49, 1.5),
         "same_s": ((1.0, 1.02), (1.01, 1.0)),
@@ -73,9 +73,9 @@ def engine(**other: Any) -> Engine:
     return Engine(**(content | other))
 
 
-def ran(**other: Any) -> tuple[Activation, ...]:
-    content: dict[str, Any] = {"worker": "0", "object": DIGEST, "calls": 900, "fallbacks": 0}
-    return (Activation(**(content | other)),)
+def ran(**other: Any) -> tuple[Ran, ...]:
+    content: dict[str, Any] = {"worker": "0", "name": "kernel", "sha256": DIGEST, "calls": 900, "refusals": 0}
+    return (Ran(**(content | other)),)
 
 
 def without(name: str) -> tuple[Check, ...]:
@@ -117,11 +117,11 @@ def test_what_nothing_speaks_against_is_approved_by_someone(promotions: Promotio
     ("item", "measured", "words"),
     [
         (1, engine(activations=ran(calls=0)), "never ran"),
-        (1, engine(activations=ran(object=None)), "loaded nothing"),
+        (1, engine(activations=ran(sha256=None)), "loaded nothing"),
         (1, engine(activations=()), "0 of 1 workers"),
         (1, engine(workers=2), "1 of 2 workers"),
-        (2, engine(activations=ran(fallbacks=3)), "fell back to the stock operator 3 times"),
-        (18, engine(activations=ran(object="1" * 64)), "loaded 111111111111"),
+        (2, engine(activations=ran(refusals=3)), "fell back to the stock operator 3 times"),
+        (18, engine(activations=ran(sha256="1" * 64)), "loaded 111111111111"),
         (19, engine(on_s=(), off_s=()), "time of the engine is missing"),
         (19, engine(on_s=(1.0,) * 5), "time of the engine is missing"),
         (19, engine(on_s=(0.0,) * 6), "time of the engine is missing"),
