@@ -46,8 +46,11 @@ class Trial:
         self, all_inputs: Sequence[Tensors], flush: Flush = "end", in_place: bool = False
     ) -> list[Placed]:
         """Room for calls with inputs like these."""
-        calls = [(inputs, self.rounded(tuple(t.to("meta") for t in inputs))) for inputs in all_inputs]
+        calls = [(self.contract.laid_out(inputs), self._like_outputs(inputs)) for inputs in all_inputs]
         return self.host.arrange(calls, flush, self.contract.in_place if in_place else ())
+
+    def _like_outputs(self, inputs: Tensors) -> Tensors:
+        return self.rounded(tuple(t.to("meta") for t in inputs))
 
     def rounded(self, inputs: Tensors) -> Tensors:
         """What the reference gives in the served dtype."""
@@ -72,6 +75,9 @@ class Trial:
 
     def outputs(self, placed: Placed, inputs: Tensors, poison: int = POISON) -> Tensors | None:
         """Of one call of its own; None if the kernel refuses it. Raises Wrong."""
+        return self._called(placed, self.contract.laid_out(inputs), poison)
+
+    def _called(self, placed: Placed, inputs: Tensors, poison: int) -> Tensors | None:
         placed.write(inputs, poison)
         called = self.call()
         if not placed.untouched_outside(poison):
@@ -90,6 +96,16 @@ class Trial:
         """Whether the kernel takes such inputs; if so it must be right."""
         (placed,) = self.place([inputs], flush, in_place)
         outputs = self.outputs(placed, inputs)
+        if outputs is not None:
+            self.judge(outputs, inputs)
+        return outputs is not None
+
+    def attempt_spread(self, inputs: Tensors, number: int, spread: Tensor) -> bool:
+        """The same with input `number` of the kernel in another layout."""
+        given = list(self.contract.laid_out(inputs))
+        given[number] = spread
+        (placed,) = self.host.arrange([(tuple(given), self._like_outputs(inputs))])
+        outputs = self._called(placed, tuple(given), POISON)
         if outputs is not None:
             self.judge(outputs, inputs)
         return outputs is not None
@@ -223,11 +239,11 @@ def strides(trial: Trial) -> str:
     """Inputs that do not lie densely: right or refused."""
     inputs = trial.make(trial.small())
     refused = tried = 0
-    for number, tensor in enumerate(inputs):
+    for number, tensor in enumerate(trial.contract.laid_out(inputs)):
         for name, spread in _spread(tensor).items():
             tried += 1
             try:
-                refused += not trial.attempt((*inputs[:number], spread, *inputs[number + 1 :]))
+                refused += not trial.attempt_spread(inputs, number, spread)
             except Wrong as wrong:
                 raise Wrong(f"input {number} {name}: {wrong}") from None
     return f"{tried} layouts, {refused} of them refused"
@@ -280,7 +296,7 @@ def repeated(trial: Trial) -> str:
     placed = trial.place(order)
     for _ in range(2):
         for each, inputs in zip(placed, order, strict=True):
-            each.write(inputs, POISON)
+            each.write(trial.contract.laid_out(inputs), POISON)
         trial.call(0, len(order))
         for turn, (each, inputs) in enumerate(zip(placed, order, strict=True)):
             _answered(trial, each.outputs, inputs, f"call {turn} of a batch in which inputs come again")

@@ -38,12 +38,18 @@ class Contract:
     dtype: torch.dtype = torch.bfloat16
     exact: Maker | None = None
     """Inputs for which every order of float32 sums gives the same bits."""
+    layout: Callable[..., Tensors] | None = None
+    """How the inputs are laid out for the kernel, where that is not how the reference takes them."""
     in_place: tuple[tuple[int, int], ...] = ()
     """Pairs of an input and the output that takes its memory when served."""
 
     def truth(self, inputs: Tensors) -> Tensors:
         """The outputs in float64 (integers stay integers)."""
         return self.reference(*(t.double() if t.is_floating_point() else t for t in inputs))
+
+    def laid_out(self, inputs: Tensors) -> Tensors:
+        """The inputs as the kernel gets them."""
+        return self.layout(*inputs) if self.layout else inputs
 
     def source(self) -> str:
         """The reference as text."""

@@ -108,11 +108,12 @@ def median_interval(values: list[float], confidence: float = 0.9) -> tuple[float
 def _round(trial: Trial, placed: list[Placed], inputs: list[Tensors], scratch: Tensor) -> _Round:
     for n, (each, old) in enumerate(zip(placed, inputs, strict=True)):
         inputs[n] = tuple(_renewed(trial, tensor) for tensor in old)
-        each.write(inputs[n], POISON)
-    first = _reference_burst(trial, placed, scratch)
+        each.write(trial.contract.laid_out(inputs[n]), POISON)
+    ours = inputs if trial.contract.layout else [each.inputs for each in placed]
+    first = _reference_burst(trial, ours, scratch)
     _empty_caches(scratch)
     called = trial.call(0, len(placed))
-    second = _reference_burst(trial, placed, scratch)
+    second = _reference_burst(trial, ours, scratch)
     if called.refused:
         raise Wrong("it refuses a shape that is served, while it is timed")
     compared = set(trial.choices.sample(range(len(placed)), min(COMPARED, len(placed))))
@@ -126,11 +127,11 @@ def _round(trial: Trial, placed: list[Placed], inputs: list[Tensors], scratch: T
     return _Round(called.wall_s, (first, second))
 
 
-def _reference_burst(trial: Trial, placed: list[Placed], scratch: Tensor) -> float:
+def _reference_burst(trial: Trial, all_inputs: list[Tensors], scratch: Tensor) -> float:
     _empty_caches(scratch)
     start = time.perf_counter()
-    for each in placed:
-        trial.contract.reference(*each.inputs)
+    for inputs in all_inputs:
+        trial.contract.reference(*inputs)
     return time.perf_counter() - start
 
 
