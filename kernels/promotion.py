@@ -162,7 +162,9 @@ def objections(promotion: Promotion, data: bytes) -> list[str]:
         return [*found, "it was not measured in the engine"]
     found += _against_activation(engine, record.object) + _against_gain(engine)
     if engine.fidelity_passed is None:
-        found.append("there was no evaluation end to end, and layers that are right do not make answers right")
+        found.append(
+            "there was no evaluation end to end, and layers that are right do not make answers right"
+        )
     elif not engine.fidelity_passed:
         found.append(f"the evaluation end to end failed: {engine.fidelity}")
     return found
@@ -304,9 +306,7 @@ class Promotions:
         self, promotion: Promotion, state: Literal["approved", "rejected"], by: str, reason: str
     ) -> Promotion:
         decision = Decision(state=state, by=by, at=datetime.now(UTC), reason=reason)
-        write_atomic(
-            self._path("decisions", promotion.record.identity), decision.model_dump_json(indent=1)
-        )
+        write_atomic(self._path("decisions", promotion.record.identity), decision.model_dump_json(indent=1))
         return promotion.model_copy(update={"decision": decision})
 
     def _path(self, kind: str, identity: str) -> Path:
