@@ -34,7 +34,7 @@ def _slower(times: int) -> str:
 
 RIGHT, SLOWER = _code("return right(in, n_in, out, n_out);"), _slower(2)
 WRONG = _code("return takes(in, n_in, out, n_out) ? 0 : 1;")
-BROKEN = "KERNEL { return 0 }"
+BROKEN = "int kernel( { return 0 }"
 
 
 class Writer:
