@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from strop.pipelines.commands import cost, fleet, loop, prompts, replay, serve, stack, traces
+from strop.pipelines.commands import cost, fleet, kernels, loop, prompts, replay, serve, stack, traces
 from strop.pipelines.commands import eval as evaluation
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.add_typer(traces.app, name="traces")
 app.add_typer(stack.app, name="stack")
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(prompts.app, name="prompts")
+app.add_typer(kernels.app, name="kernels")
 app.command()(serve.serve)
 app.command()(fleet.top)
 app.command()(replay.replay)

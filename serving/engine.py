@@ -82,8 +82,12 @@ def engine_environment(
     `cores` are the CPU cores its compute threads are bound to (ignored on GPUs); `capture` is
     the configuration of the capture middleware.
     """
-    # Ours alone: a plugin that happens to be installed must not change what a Stack computes.
+    # Ours alone: a plugin that happens to be installed must not change what a Stack computes. The list is
+    # part of the key of vLLM's compiled graphs, so that those with our kernels in them are kept apart.
     env = {"VLLM_PLUGINS": "strop"}
+    if stack.kernels:
+        env["VLLM_PLUGINS"] = "strop,strop_kernels"
+        env["STROP_KERNELS"] = str(Path(stack.kernels[0].location) / "kernels.json")
     if capture is not None:
         env["STROP_CAPTURE"] = json.dumps(capture)
     how = stack.topology.disaggregation

@@ -1,9 +1,9 @@
-"""Run untrusted Python programs: what a model wrote, and what a user grades it with.
+"""Run untrusted programs: what a model wrote, and what a user grades it with.
 
 On Linux a program runs in namespaces of its own: no network (not even loopback), no other process to
 be seen, a root folder of memory that holds nothing but the interpreter, read-only, and an empty /work;
 no capabilities, no second process or thread, no environment, no open file but stdin, stdout and
-stderr. Limits on processor time, memory, file size and output hold besides, and when time is up the
+stderr (and what its caller hands it). Limits on processor time, memory, file size and output hold besides, and when time is up the
 kernel kills all of the namespace at once. This is what bubblewrap does, done here because it is often
 not installed. It protects from what programs do by accident or by simple malice; it is no answer to a
 program that attacks the kernel.
@@ -20,9 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from strop.evals.behaviour import sandbox_boot
 from strop.evals.observation import EvalError
@@ -43,6 +46,8 @@ class Limits:
     disk_bytes: int = 8 << 20
     output_bytes: int = 64 << 10
     """Of stdout and stderr each; a program that says more is killed."""
+    processes: int = 1
+    """Processes and threads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +123,10 @@ def _run(program: str, given: str, limits: Limits, isolate: bool) -> Ran:
     with tempfile.TemporaryDirectory(prefix="strop-sandbox-") as root:
         Path(root, "work").mkdir()
         verdict, told = os.pipe()
-        spec = {
-            **asdict(limits),
-            "isolate": isolate,
-            "told": told,
-            "root": root,
-            "visible": _visible(),
-            "python": str(_interpreter()),
-            "program_bytes": len(source),
-        }
+        spec = _spec(root, told, limits, isolate) | {"program_bytes": len(source)}
         try:
             process = subprocess.Popen(
-                [_interpreter(), "-I", "-S", "-B", Path(sandbox_boot.__file__).resolve()],
+                _boot(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -149,6 +146,109 @@ def _run(program: str, given: str, limits: Limits, isolate: bool) -> Ran:
         finally:
             os.close(verdict)
             _end(process)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that runs, or ran, in isolation."""
+
+    sandbox: subprocess.Popen[bytes]
+    verdict: int
+
+    def pid(self) -> int:
+        """Of the program itself, as it is seen from outside. Raises SandboxError if it is gone."""
+        children = Path(f"/proc/{self.sandbox.pid}/task/{self.sandbox.pid}/children").read_text().split()
+        if not children:
+            raise SandboxError(f"The program is gone: {self.ended(1.0) or 'nobody knows why'}.")
+        return int(children[0])
+
+    def ended(self, seconds: float) -> str | None:
+        """How it ended, in the words of `Ran.how`; None if it still runs after so many seconds."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.verdict, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                return None
+        return os.read(self.verdict, 1 << 12).decode(errors="replace").strip() or "killed"
+
+
+@contextmanager
+def started(
+    command: list[str],
+    limits: Limits,
+    *,
+    visible: Sequence[str] = (),
+    handed: Sequence[int] = (),
+    given: bytes = b"",
+    stdout: int = subprocess.DEVNULL,
+    stderr: int = subprocess.DEVNULL,
+    environment: Mapping[str, str] | None = None,
+    allow_without_isolation: bool = False,
+) -> Iterator[Program]:
+    """Keep a program running, in the same isolation, for as long as the context lasts.
+
+    `command` sees the files and folders `visible` besides the system's shared objects, reads `given` from
+    its stdin, writes to the descriptors `stdout` and `stderr`, and has those of `handed` open under the
+    same numbers. Raises SandboxError like `run`; that a sandbox could not be made is in `Program.ended`.
+    """
+    why = isolation_missing()
+    if why and not allow_without_isolation:
+        raise SandboxError(
+            f"Programs cannot be isolated here ({why}), so none that is not trusted is run. Allow unprivileged user "
+            "namespaces, or allow it expressly, which gives such programs your own rights."
+        )
+    with tempfile.TemporaryDirectory(prefix="strop-sandbox-") as root:
+        Path(root, "work").mkdir()
+        verdict, told = os.pipe()
+        spec = _spec(root, told, limits, isolate=why is None) | {
+            "program_bytes": 0,
+            "command": command,
+            "kept": list(handed),
+            "environment": dict(environment or {}),
+            "visible": _without_nested([*_visible(), *visible]),
+        }
+        try:
+            process = subprocess.Popen(
+                _boot(),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                env={},
+                cwd="/",
+                start_new_session=True,
+                pass_fds=(told, *handed),
+            )
+        except BaseException:
+            os.close(verdict)
+            raise
+        finally:
+            os.close(told)
+        try:
+            assert process.stdin
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(spec).encode() + b"\n" + given)
+                process.stdin.close()
+            yield Program(process, verdict)
+        finally:
+            os.close(verdict)
+            _end(process)
+
+
+def _boot() -> list[str | Path]:
+    return [_interpreter(), "-I", "-S", "-B", Path(sandbox_boot.__file__).resolve()]
+
+
+def _spec(root: str, told: int, limits: Limits, isolate: bool) -> dict[str, Any]:
+    return {
+        **asdict(limits),
+        "isolate": isolate,
+        "told": told,
+        "root": root,
+        "visible": _visible(),
+        "python": str(_interpreter()),
+        "command": None,
+        "kept": [],
+        "environment": {},
+    }
 
 
 def _attend(process: subprocess.Popen[bytes], verdict: int, data: bytes, limits: Limits) -> Ran:
@@ -231,6 +331,10 @@ def _visible() -> list[str]:
     wanted += [str(_interpreter())]
     for prefix in dict.fromkeys((sys.base_prefix, sys.base_exec_prefix)):
         wanted += [f"{prefix}/lib", f"{prefix}/lib64"]
+    return _without_nested(wanted)
+
+
+def _without_nested(wanted: list[str]) -> list[str]:
     chosen: list[str] = []
     for path in dict.fromkeys(wanted):
         inside = any(path.startswith(f"{other}/") for other in chosen)

@@ -1,6 +1,6 @@
-"""Run one untrusted Python program where it can do no harm; started as a script by `sandbox.run`.
+"""Run one untrusted program where it can do no harm; started as a script by `sandbox.run` and `sandbox.started`.
 
-Reads from stdin a line of JSON (the fields of `Limits`, and what `sandbox._run` adds), the program and
+Reads from stdin a line of JSON (the fields of `Limits`, and what `sandbox` adds), the program and
 its input. How the program ended goes to the descriptor `told`; stdout and stderr are the
 program's. Standard library alone: it runs under `python -I -S`.
 
@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -56,7 +57,7 @@ def _run(spec: dict, program: bytes, given: int) -> None:
         _tell(spec, f"not isolated: {error}")
         return
     # The child is the first process of its namespace: with it, all that it started are killed.
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, lambda *_: _kill(child))
     deadline = time.monotonic() + spec["seconds"]
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
@@ -67,6 +68,11 @@ def _run(spec: dict, program: bytes, given: int) -> None:
         time.sleep(0.005)
     code = os.waitstatus_to_exitcode(ended[1])
     _tell(spec, f"signal {-code}" if code < 0 else f"exit {code}")
+
+
+def _kill(child: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
 
 def _tell(spec: dict, how: str) -> None:
@@ -106,15 +112,19 @@ def _become(spec: dict, program: bytes, given: int) -> None:
         _read_only("/")
     os.chdir(root / "work")
     os.dup2(given, 0)
-    os.closerange(3, spec["told"])
-    os.closerange(spec["told"] + 1, 1 << 16)
+    start = 3
+    for kept in sorted([*spec["kept"], spec["told"]]):
+        os.closerange(start, kept)
+        start = kept + 1
+    os.closerange(start, 1 << 16)
     os.set_inheritable(spec["told"], False)
     if spec["isolate"]:
         _drop_privileges()
     _limit(spec)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    environment = {"PATH": "/nowhere", "LANG": "C.UTF-8", "HOME": str(Path.cwd())}
-    os.execve(spec["python"], [spec["python"], "-I", "-S", "-B", "-X", "utf8", str(script)], environment)
+    environment = {"PATH": "/nowhere", "LANG": "C.UTF-8", "HOME": str(Path.cwd()), **spec["environment"]}
+    command = spec["command"] or [spec["python"], "-I", "-S", "-B", "-X", "utf8", str(script)]
+    os.execve(command[0], command, environment)
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -192,7 +202,7 @@ def _limit(spec: dict) -> None:
         ("RLIMIT_FSIZE", spec["disk_bytes"]),
         ("RLIMIT_NOFILE", 64),
         ("RLIMIT_CORE", 0),
-        ("RLIMIT_NPROC", 1),
+        ("RLIMIT_NPROC", spec["processes"]),
     ):
         # Without a namespace the limit would count what the user's other processes are.
         if name != "RLIMIT_NPROC" or spec["isolate"]:

@@ -1,0 +1,451 @@
+// A linear layer, y[M,N] = x[M,K] w[N,K]^T (+ bias[N]), over packed bfloat16, int8 or int4 weights, with
+// float32 accumulation. inputs: x, packed weights, scale (int8 and int4), bias (if any); one output.
+//
+// Weights lie in panels of 16 output channels, so that one row of x meets them as it meets memory: a
+// register of channels per step of k, a broadcast of x, a multiply-add; nothing is summed across lanes.
+//   bf16  [panels, K, 16]    lane order 0 8 1 9 ... 7 15, which splits by a shift and a mask
+//   int8  [panels, K, 16]    scale float32 [panels * 16]
+//   int4  [panels, K/8, 16]  int32, eight k's of a channel in a dword, scale bfloat16 [panels, K/group, 16]
+//
+// Few rows: every thread streams its panels through registers once, bounded by memory. Many rows: a
+// blocked matrix product (Goto and van de Geijn, 2008) whose panels are unpacked to float32 in the
+// first-level cache. A channel is summed over k in the same order in both (int4: the scale enters per
+// group or per weight), so for bf16 and int8 the number of rows does not change a bit of any row.
+#include "kernel.h"
+#include "vector.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12;
+#else
+constexpr int MAX_ROWS = 6;
+#endif
+constexpr int64_t FEW_ROWS = 4 * MAX_ROWS;
+constexpr int64_t BLOCK_ROWS = 40 * 6;
+constexpr int64_t BLOCK_K = 256;
+constexpr int64_t BLOCK_PANELS = 8;
+constexpr int64_t PREFETCH_BYTES = 1024;
+
+enum class Kind { bf16, int8, int4 };
+
+struct Weights {
+  Kind kind;
+  const char* packed;
+  const void* scale;
+  int64_t k, panels, group;
+
+  int64_t panel_bytes() const { return kind == Kind::bf16 ? k * 32 : kind == Kind::int8 ? k * 16 : k * 8; }
+  const char* panel(int64_t i) const { return packed + i * panel_bytes(); }
+  const uint16_t* scales4(int64_t i) const {
+    return static_cast<const uint16_t*>(scale) + i * (k / group) * LANES;
+  }
+};
+
+// Rows of x as float32, in blocks of at most MAX_ROWS rows that lie [k, rows].
+struct Rows {
+  float* data;
+  // int4, few rows: the first value of each group's sum, [groups, rows] for each block.
+  float* offsets;
+  int64_t rows, blocks;
+
+  int64_t begin(int64_t block) const { return block * rows / blocks; }
+};
+
+struct Output {
+  char* data;
+  int64_t row_stride, channels;
+  bool bf16;
+  const void* bias;
+  bool bias_bf16;
+};
+
+// The eight int4 values of a dword are read where they stand: masked and converted, the value at digit i
+// of sixteen is 16^i times too large, which x makes up for, exactly. Digits 0 to 6 hold q + 8, and the
+// sum starts at -8 times the sum of x; digit 7, which carries the sign, holds q itself.
+constexpr float DIGIT_SCALE[8] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 0x1p-28f};
+
+void scale_digits(const Weights& w, const Rows& rows, int64_t block) {
+  const int64_t from = rows.begin(block), count = rows.begin(block + 1) - from, groups = w.k / w.group;
+  float* x = rows.data + from * w.k;
+  float* offsets = rows.offsets + from * groups;
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t r = 0; r < count; r++) {
+      float sum = 0;
+      for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
+        sum += k % 8 == 7 ? 0 : x[k * count + r];
+        x[k * count + r] *= DIGIT_SCALE[k % 8];
+      }
+      offsets[g * count + r] = -8 * sum;
+    }
+}
+
+class Scratch {
+ public:
+  float* floats(size_t count) {
+    if (count > size_) {
+      std::free(data_);
+      size_ = (count + 1023) / 1024 * 1024;
+      data_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      if (!data_) throw std::bad_alloc();
+    }
+    return data_;
+  }
+  ~Scratch() { std::free(data_); }
+
+ private:
+  float* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+template <bool BF16>
+void gather(const DLTensor* x, int64_t first, const Rows& rows, int64_t block) {
+  const int64_t k = x->shape[1], from = rows.begin(block), count = rows.begin(block + 1) - from;
+  float* to = rows.data + from * k;
+  for (int64_t r = 0; r < count; r++) {
+    const int64_t at = (first + from + r) * x->strides[0];
+    if constexpr (BF16) {
+      const uint16_t* source = data<uint16_t>(x) + at;
+      for (int64_t i = 0; i < k; i++) to[i * count + r] = float_of_bf16(source[i]);
+    } else {
+      const float* source = data<float>(x) + at;
+      for (int64_t i = 0; i < k; i++) to[i * count + r] = source[i];
+    }
+  }
+}
+
+void finish(const Weights& w, const Output& out, int64_t panel, int64_t row, F16 sum) {
+  const int64_t channel = panel * LANES;
+  if (w.kind == Kind::int8) sum = sum * load(static_cast<const float*>(w.scale) + channel);
+  const int64_t count = std::min<int64_t>(LANES, out.channels - channel);
+  if (count == LANES) {
+    if (out.bias)
+      sum = sum + (out.bias_bf16 ? load_bf16(static_cast<const uint16_t*>(out.bias) + channel)
+                                 : load(static_cast<const float*>(out.bias) + channel));
+    if (out.bf16) store_bf16(reinterpret_cast<uint16_t*>(out.data) + row * out.row_stride + channel, sum);
+    else store(reinterpret_cast<float*>(out.data) + row * out.row_stride + channel, sum);
+    return;
+  }
+  float values[LANES];
+  store(values, sum);
+  for (int64_t i = 0; out.bias && i < count; i++)
+    values[i] += out.bias_bf16 ? float_of_bf16(static_cast<const uint16_t*>(out.bias)[channel + i])
+                               : static_cast<const float*>(out.bias)[channel + i];
+  if (out.bf16) {
+    uint16_t rounded[LANES];
+    store_bf16(rounded, load(values));
+    std::copy_n(rounded, count, reinterpret_cast<uint16_t*>(out.data) + row * out.row_stride + channel);
+  } else {
+    std::copy_n(values, count, reinterpret_cast<float*>(out.data) + row * out.row_stride + channel);
+  }
+}
+
+template <int R, int P>
+inline void step(F16 (&sums)[P][R], const F16 (&weights)[P], const float* x) {
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sums[p][r] = fma(all(x[r]), weights[p], sums[p][r]);
+}
+
+template <int R, int P, int I>
+inline void step_digit(F16 (&sums)[P][R], const I16 (&packed)[P], const float* x) {
+  F16 weights[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++) weights[p] = digit<I>(packed[p]);
+  step<R, P>(sums, weights, x + I * R);
+}
+
+template <Kind KIND, int R, int P>
+inline void step_k(F16 (&sums)[P][R], const char* from, int64_t stride, const float* x) {
+  F16 weights[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++)
+    weights[p] = KIND == Kind::bf16 ? load_split_bf16(from + p * stride)
+                                    : load_i8(reinterpret_cast<const int8_t*>(from + p * stride));
+  step<R, P>(sums, weights, x);
+}
+
+template <int P>
+inline void prefetch(const char* from, int64_t stride) {
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++) _mm_prefetch(from + p * stride + PREFETCH_BYTES, _MM_HINT_T0);
+}
+
+// R rows times P panels, all of k.
+template <Kind KIND, int R, int P>
+void stream(const Weights& w, const Output& out, const Rows& rows, int64_t panel, int64_t row) {
+  const char* from = w.panel(panel);
+  const int64_t stride = w.panel_bytes();
+  const float* x = rows.data + row * w.k;
+  F16 sums[P][R];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sums[p][r] = zero();
+  if constexpr (KIND == Kind::int4) {
+    const uint16_t* scales = w.scales4(panel);
+    const int64_t groups = w.k / w.group;
+    const float* offsets = rows.offsets + row * groups;
+    for (int64_t g = 0; g < groups; g++) {
+      F16 part[P][R], other[P][R];
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          part[p][r] = all(offsets[g * R + r]);
+          other[p][r] = zero();
+        }
+      for (int64_t i = 0; i < w.group; i += 8) {
+        I16 packed[P];
+        prefetch<P>(from, stride);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) packed[p] = load_i32(reinterpret_cast<const int32_t*>(from + p * stride));
+        step_digit<R, P, 0>(part, packed, x);
+        step_digit<R, P, 1>(R < 4 ? other : part, packed, x);
+        step_digit<R, P, 2>(part, packed, x);
+        step_digit<R, P, 3>(R < 4 ? other : part, packed, x);
+        step_digit<R, P, 4>(part, packed, x);
+        step_digit<R, P, 5>(R < 4 ? other : part, packed, x);
+        step_digit<R, P, 6>(part, packed, x);
+        step_digit<R, P, 7>(R < 4 ? other : part, packed, x);
+        from += 64;
+        x += 8 * R;
+      }
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) {
+        const F16 scale = load_bf16(scales + (p * groups + g) * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sums[p][r] = fma(R < 4 ? part[p][r] + other[p][r] : part[p][r], scale, sums[p][r]);
+      }
+    }
+  } else {
+    constexpr int BYTES = KIND == Kind::bf16 ? 32 : 16, LINE = 64 / BYTES;
+    int64_t k = 0;
+    for (; k + LINE <= w.k; k += LINE) {
+      prefetch<P>(from, stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < LINE; i++) step_k<KIND, R, P>(sums, from + i * BYTES, stride, x + i * R);
+      from += 64;
+      x += LINE * R;
+    }
+    for (; k < w.k; k++, from += BYTES, x += R) step_k<KIND, R, P>(sums, from, stride, x);
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) finish(w, out, panel + p, row + r, sums[p][r]);
+}
+
+// Panels that one pass takes together: enough independent sums to hide the latency of a multiply-add,
+// and few enough for the registers. int4 sums odd and even k apart instead.
+template <Kind KIND, int R>
+constexpr int PANELS = KIND == Kind::int4 ? (R == 1 ? 2 : 1) : R == 1 ? 4 : R <= 3 ? 2 : 1;
+
+template <Kind KIND, int R>
+void stream_range(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, int64_t row) {
+  constexpr int P = PANELS<KIND, R>;
+  int64_t panel = begin;
+  for (; panel + P <= end; panel += P) stream<KIND, R, P>(w, out, rows, panel, row);
+  for (; panel < end; panel++) stream<KIND, R, 1>(w, out, rows, panel, row);
+}
+
+template <Kind KIND>
+void few_rows(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end) {
+  // Several blocks of rows take turns on a few panels, which stay in the second-level cache.
+  const int64_t together = rows.blocks == 1 ? end - begin : 4;
+  for (int64_t panel = begin; panel < end; panel += together) {
+    const int64_t last = std::min(end, panel + together);
+    for (int64_t block = 0; block < rows.blocks; block++) {
+      const int64_t row = rows.begin(block);
+      switch (rows.begin(block + 1) - row) {
+        case 1: stream_range<KIND, 1>(w, out, rows, panel, last, row); break;
+        case 2: stream_range<KIND, 2>(w, out, rows, panel, last, row); break;
+        case 3: stream_range<KIND, 3>(w, out, rows, panel, last, row); break;
+        case 4: stream_range<KIND, 4>(w, out, rows, panel, last, row); break;
+        case 5: stream_range<KIND, 5>(w, out, rows, panel, last, row); break;
+        case 6: stream_range<KIND, 6>(w, out, rows, panel, last, row); break;
+#if defined(__AVX512F__)
+        case 7: stream_range<KIND, 7>(w, out, rows, panel, last, row); break;
+        case 8: stream_range<KIND, 8>(w, out, rows, panel, last, row); break;
+        case 9: stream_range<KIND, 9>(w, out, rows, panel, last, row); break;
+        case 10: stream_range<KIND, 10>(w, out, rows, panel, last, row); break;
+        case 11: stream_range<KIND, 11>(w, out, rows, panel, last, row); break;
+        case 12: stream_range<KIND, 12>(w, out, rows, panel, last, row); break;
+#endif
+      }
+    }
+  }
+}
+
+template <int I>
+inline void unpack_digit(float* to, I16 packed, F16 scale) {
+  const F16 value = I == 7 ? digit<I>(packed) * all(DIGIT_SCALE[I])
+                           : fma(digit<I>(packed), all(DIGIT_SCALE[I]), all(-8.0f));
+  store(to + I * LANES, value * scale);
+}
+
+void unpack(const Weights& w, int64_t panel, int64_t k, int64_t count, float* to) {
+  if (w.kind == Kind::bf16) {
+    const char* from = w.panel(panel) + k * 32;
+    for (int64_t i = 0; i < count; i++) store(to + i * LANES, load_split_bf16(from + i * 32));
+  } else if (w.kind == Kind::int8) {
+    const int8_t* from = reinterpret_cast<const int8_t*>(w.panel(panel)) + k * LANES;
+    for (int64_t i = 0; i < count; i++) store(to + i * LANES, load_i8(from + i * LANES));
+  } else {
+    const int32_t* from = reinterpret_cast<const int32_t*>(w.panel(panel)) + k / 8 * LANES;
+    for (int64_t i = 0; i < count; i += 8) {
+      const F16 scale = load_bf16(w.scales4(panel) + (k + i) / w.group * LANES);
+      const I16 packed = load_i32(from + i / 8 * LANES);
+      float* at = to + i * LANES;
+      unpack_digit<0>(at, packed, scale);
+      unpack_digit<1>(at, packed, scale);
+      unpack_digit<2>(at, packed, scale);
+      unpack_digit<3>(at, packed, scale);
+      unpack_digit<4>(at, packed, scale);
+      unpack_digit<5>(at, packed, scale);
+      unpack_digit<6>(at, packed, scale);
+      unpack_digit<7>(at, packed, scale);
+    }
+  }
+}
+
+// R rows times one unpacked panel, added to sums [R, 16] that lie in memory.
+template <int R>
+void multiply(const float* x, const float* weights, int64_t count, float* sums) {
+  F16 part[1][R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) part[0][r] = load(sums + r * LANES);
+  for (int64_t k = 0; k < count; k++) {
+    const F16 row[1] = {load(weights + k * LANES)};
+    step<R, 1>(part, row, x + k * R);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) store(sums + r * LANES, part[0][r]);
+}
+
+void multiply_any(int64_t rows, const float* x, const float* weights, int64_t count, float* sums) {
+  switch (rows) {
+    case 1: return multiply<1>(x, weights, count, sums);
+    case 2: return multiply<2>(x, weights, count, sums);
+    case 3: return multiply<3>(x, weights, count, sums);
+    case 4: return multiply<4>(x, weights, count, sums);
+    case 5: return multiply<5>(x, weights, count, sums);
+    case 6: return multiply<6>(x, weights, count, sums);
+#if defined(__AVX512F__)
+    case 7: return multiply<7>(x, weights, count, sums);
+    case 8: return multiply<8>(x, weights, count, sums);
+    case 9: return multiply<9>(x, weights, count, sums);
+    case 10: return multiply<10>(x, weights, count, sums);
+    case 11: return multiply<11>(x, weights, count, sums);
+    case 12: return multiply<12>(x, weights, count, sums);
+#endif
+  }
+}
+
+void many_rows(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, float* scratch) {
+  float* unpacked = scratch;
+  float* sums = scratch + BLOCK_K * LANES;
+  for (int64_t first = begin; first < end; first += BLOCK_PANELS) {
+    const int64_t panels = std::min(BLOCK_PANELS, end - first);
+    std::fill_n(sums, panels * rows.rows * LANES, 0.0f);
+    for (int64_t k = 0; k < w.k; k += BLOCK_K) {
+      const int64_t count = std::min(BLOCK_K, w.k - k);
+      for (int64_t p = 0; p < panels; p++) {
+        unpack(w, first + p, k, count, unpacked);
+        for (int64_t block = 0; block < rows.blocks; block++) {
+          const int64_t row = rows.begin(block), height = rows.begin(block + 1) - row;
+          multiply_any(height, rows.data + row * w.k + k * height, unpacked, count,
+                       sums + (p * rows.rows + row) * LANES);
+        }
+      }
+    }
+    for (int64_t row = 0; row < rows.rows; row++)
+      for (int64_t p = 0; p < panels; p++)
+        finish(w, out, first + p, row, load(sums + (p * rows.rows + row) * LANES));
+  }
+}
+
+void multiply_threads(const DLTensor* x, const Weights& w, const Output& out) {
+  thread_local Scratch shared;
+  const bool bf16 = is_bf16(x);
+  const int64_t all_rows = x->shape[0];
+  const bool few = all_rows <= FEW_ROWS;
+  for (int64_t first = 0; first < all_rows; first += BLOCK_ROWS) {
+    const int64_t count = std::min(BLOCK_ROWS, all_rows - first);
+    float* gathered = shared.floats(count * (w.k + (w.group ? w.k / w.group : 0)));
+    const Rows rows{gathered, gathered + count * w.k, count, (count + MAX_ROWS - 1) / MAX_ROWS};
+    Output part = out;
+    part.data += first * out.row_stride * (out.bf16 ? 2 : 4);
+#pragma omp parallel
+    {
+      const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+      for (int64_t block = me; block < rows.blocks; block += threads) {
+        bf16 ? gather<true>(x, first, rows, block) : gather<false>(x, first, rows, block);
+        if (few && w.kind == Kind::int4) scale_digits(w, rows, block);
+      }
+#pragma omp barrier
+      const int64_t begin = w.panels * me / threads, end = w.panels * (me + 1) / threads;
+      if (!few) {
+        thread_local Scratch own;
+        many_rows(w, part, rows, begin, end, own.floats((BLOCK_K + BLOCK_PANELS * BLOCK_ROWS) * LANES));
+      } else if (w.kind == Kind::bf16) {
+        few_rows<Kind::bf16>(w, part, rows, begin, end);
+      } else if (w.kind == Kind::int8) {
+        few_rows<Kind::int8>(w, part, rows, begin, end);
+      } else {
+        few_rows<Kind::int4>(w, part, rows, begin, end);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+STROP_KERNEL linear(const DLTensor* const* in, int n_in, DLTensor* const* outputs, int n_out) {
+  if (n_in < 2 || n_out != 1) return 1;
+  const DLTensor *x = in[0], *packed = in[1], *y = outputs[0];
+  if (!(is_bf16(x) || is_f32(x)) || !(is_bf16(y) || is_f32(y))) return 2;
+  if (x->ndim != 2 || y->ndim != 2 || packed->ndim != 3 || !is_dense(packed) || packed->shape[2] != LANES) return 3;
+  const int64_t rows = x->shape[0], k = x->shape[1], channels = y->shape[1], panels = packed->shape[0];
+  if (y->shape[0] != rows || (channels + LANES - 1) / LANES != panels) return 4;
+  if ((x->strides[1] != 1 && k > 1) || (y->strides[1] != 1 && channels > 1)) return 5;
+
+  Weights w{Kind::bf16, data<char>(packed), nullptr, k, panels, 0};
+  int next = 2;
+  if (is_bf16(packed)) {
+    if (packed->shape[1] != k) return 6;
+  } else {
+    if (n_in < 3 || !is_dense(in[2])) return 7;
+    const DLTensor* scale = in[next++];
+    w.scale = data<void>(scale);
+    if (is_i8(packed) && is_f32(scale)) {
+      w.kind = Kind::int8;
+      if (packed->shape[1] != k || scale->ndim != 1 || scale->shape[0] != panels * LANES) return 8;
+    } else if (is_i32(packed) && is_bf16(scale)) {
+      w.kind = Kind::int4;
+      if (scale->ndim != 3 || scale->shape[0] != panels || scale->shape[2] != LANES || scale->shape[1] < 1) return 9;
+      w.group = k / scale->shape[1];
+      if (packed->shape[1] * 8 != k || w.group * scale->shape[1] != k || w.group % 8) return 10;
+    } else {
+      return 11;
+    }
+  }
+  Output out{data<char>(y), y->strides[0], channels, is_bf16(y), nullptr, false};
+  if (next < n_in) {
+    const DLTensor* bias = in[next++];
+    if (!(is_bf16(bias) || is_f32(bias)) || bias->ndim != 1 || bias->shape[0] != channels || !is_dense(bias)) return 12;
+    out.bias = data<void>(bias);
+    out.bias_bf16 = is_bf16(bias);
+  }
+  if (next != n_in) return 13;
+  if (rows == 0 || channels == 0) return 0;
+  multiply_threads(x, w, out);
+  return 0;
+}

@@ -1,0 +1,31 @@
+"""Each known cheat is rejected, by the check that is there for it; honest kernels are not."""
+
+from pathlib import Path
+
+import pytest
+
+from strop.kernels.cheats import CONTRACT, HONEST, Cheat, kernel, planted, quickly
+from strop.kernels.verify import CHECKS
+
+from .conftest import isolated
+
+pytestmark = isolated
+
+
+@pytest.mark.parametrize("cheat", planted(), ids=lambda cheat: f"{cheat.item}-{cheat.name}")
+def test_a_cheat_is_rejected_for_what_it_does(cheat: Cheat, objects: Path) -> None:
+    found = quickly(cheat.source, objects)
+    assert not found.passed
+    assert found.failure
+    assert found.failure.name in cheat.caught_by, found.failure
+    assert cheat.because in found.failure.detail
+    assert cheat.caught(found)
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_an_honest_kernel_is_right_each_time(turn: int, objects: Path) -> None:
+    found = quickly(kernel(HONEST), objects)
+    assert found.correct, found.failure
+    assert tuple(check.name for check in found.checks) == CHECKS
+    assert all(timing.complete for timing in found.timings)
+    assert len(found.timings) == len(CONTRACT.served)
