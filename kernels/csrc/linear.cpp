@@ -17,6 +17,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 
@@ -349,59 +350,74 @@ void multiply_any(int64_t rows, const float* x, const float* weights, int64_t co
   }
 }
 
+// At most BLOCK_PANELS panels for all rows.
 void many_rows(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, float* scratch) {
   float* unpacked = scratch;
   float* sums = scratch + BLOCK_K * LANES;
-  for (int64_t first = begin; first < end; first += BLOCK_PANELS) {
-    const int64_t panels = std::min(BLOCK_PANELS, end - first);
-    std::fill_n(sums, panels * rows.rows * LANES, 0.0f);
-    for (int64_t k = 0; k < w.k; k += BLOCK_K) {
-      const int64_t count = std::min(BLOCK_K, w.k - k);
-      for (int64_t p = 0; p < panels; p++) {
-        unpack(w, first + p, k, count, unpacked);
-        for (int64_t block = 0; block < rows.blocks; block++) {
-          const int64_t row = rows.begin(block), height = rows.begin(block + 1) - row;
-          multiply_any(height, rows.data + row * w.k + k * height, unpacked, count,
-                       sums + (p * rows.rows + row) * LANES);
-        }
+  const int64_t panels = end - begin;
+  std::fill_n(sums, panels * rows.rows * LANES, 0.0f);
+  for (int64_t k = 0; k < w.k; k += BLOCK_K) {
+    const int64_t count = std::min(BLOCK_K, w.k - k);
+    for (int64_t p = 0; p < panels; p++) {
+      unpack(w, begin + p, k, count, unpacked);
+      for (int64_t block = 0; block < rows.blocks; block++) {
+        const int64_t row = rows.begin(block), height = rows.begin(block + 1) - row;
+        multiply_any(height, rows.data + row * w.k + k * height, unpacked, count,
+                     sums + (p * rows.rows + row) * LANES);
       }
     }
-    for (int64_t row = 0; row < rows.rows; row++)
-      for (int64_t p = 0; p < panels; p++)
-        finish(w, out, first + p, row, load(sums + (p * rows.rows + row) * LANES));
+  }
+  for (int64_t row = 0; row < rows.rows; row++)
+    for (int64_t p = 0; p < panels; p++)
+      finish(w, out, begin + p, row, load(sums + (p * rows.rows + row) * LANES));
+}
+
+void prepare(const DLTensor* x, int64_t first, const Weights& w, const Rows& rows, int64_t block) {
+  is_bf16(x) ? gather<true>(x, first, rows, block) : gather<false>(x, first, rows, block);
+  if (rows.offsets) scale_digits(w, rows, block);
+}
+
+int64_t blocks_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+
+// Threads take panels as they come: one that has to wait for its core does not keep the others.
+void multiply_few(const DLTensor* x, const Weights& w, const Output& out) {
+  std::atomic<int64_t> next{0};
+#pragma omp parallel
+  {
+    // Every thread has rows of its own: converting a few again costs less than waiting for each other.
+    thread_local Scratch scratch;
+    const int64_t count = x->shape[0];
+    float* gathered = scratch.floats(count * (w.k + (w.group ? w.k / w.group : 0)));
+    const Rows rows{gathered, w.group ? gathered + count * w.k : nullptr, count, blocks_of(count)};
+    for (int64_t block = 0; block < rows.blocks; block++) prepare(x, 0, w, rows, block);
+    const int64_t share = std::max<int64_t>(4, w.panels / (8 * omp_get_num_threads()) / 4 * 4);
+    for (int64_t begin; (begin = next.fetch_add(share)) < w.panels;) {
+      const int64_t end = std::min(w.panels, begin + share);
+      if (w.kind == Kind::bf16) few_rows<Kind::bf16>(w, out, rows, begin, end);
+      else if (w.kind == Kind::int8) few_rows<Kind::int8>(w, out, rows, begin, end);
+      else few_rows<Kind::int4>(w, out, rows, begin, end);
+    }
   }
 }
 
-void multiply_threads(const DLTensor* x, const Weights& w, const Output& out) {
+void multiply_many(const DLTensor* x, const Weights& w, const Output& out) {
   thread_local Scratch shared;
-  const bool bf16 = is_bf16(x);
   const int64_t all_rows = x->shape[0];
-  const bool few = all_rows <= FEW_ROWS;
+  float* gathered = shared.floats(std::min(BLOCK_ROWS, all_rows) * w.k);
   for (int64_t first = 0; first < all_rows; first += BLOCK_ROWS) {
     const int64_t count = std::min(BLOCK_ROWS, all_rows - first);
-    float* gathered = shared.floats(count * (w.k + (w.group ? w.k / w.group : 0)));
-    const Rows rows{gathered, gathered + count * w.k, count, (count + MAX_ROWS - 1) / MAX_ROWS};
+    const Rows rows{gathered, nullptr, count, blocks_of(count)};
     Output part = out;
     part.data += first * out.row_stride * (out.bf16 ? 2 : 4);
+    std::atomic<int64_t> next{0};
 #pragma omp parallel
     {
-      const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-      for (int64_t block = me; block < rows.blocks; block += threads) {
-        bf16 ? gather<true>(x, first, rows, block) : gather<false>(x, first, rows, block);
-        if (few && w.kind == Kind::int4) scale_digits(w, rows, block);
-      }
-#pragma omp barrier
-      const int64_t begin = w.panels * me / threads, end = w.panels * (me + 1) / threads;
-      if (!few) {
-        thread_local Scratch own;
-        many_rows(w, part, rows, begin, end, own.floats((BLOCK_K + BLOCK_PANELS * BLOCK_ROWS) * LANES));
-      } else if (w.kind == Kind::bf16) {
-        few_rows<Kind::bf16>(w, part, rows, begin, end);
-      } else if (w.kind == Kind::int8) {
-        few_rows<Kind::int8>(w, part, rows, begin, end);
-      } else {
-        few_rows<Kind::int4>(w, part, rows, begin, end);
-      }
+#pragma omp for schedule(static)
+      for (int64_t block = 0; block < rows.blocks; block++) prepare(x, first, w, rows, block);
+      thread_local Scratch own;
+      float* scratch = own.floats((BLOCK_K + BLOCK_PANELS * BLOCK_ROWS) * LANES);
+      for (int64_t begin; (begin = next.fetch_add(BLOCK_PANELS)) < w.panels;)
+        many_rows(w, part, rows, begin, std::min(w.panels, begin + BLOCK_PANELS), scratch);
     }
   }
 }
@@ -446,6 +462,6 @@ STROP_KERNEL linear(const DLTensor* const* in, int n_in, DLTensor* const* output
   }
   if (next != n_in) return 13;
   if (rows == 0 || channels == 0) return 0;
-  multiply_threads(x, w, out);
+  x->shape[0] <= FEW_ROWS ? multiply_few(x, w, out) : multiply_many(x, w, out);
   return 0;
 }
