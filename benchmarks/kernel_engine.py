@@ -23,13 +23,13 @@ refusals, step_ms_b1 (ours), and of each server decode tokens per second.
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -88,9 +88,10 @@ def main() -> None:
             "ours": (model, "float32", True),
             "ours int4": (int4, "float32", True),
         }
-        arms = [_start(n, *how, library, folder, stack) for n, how in stacks.items()]
-        for arm in arms:
-            arm.child.wait_until_answers(f"{arm.server.url}/health", 1200)
+        arms = [
+            _start(name, weights, dtype, kernels, library, folder, stack)
+            for name, (weights, dtype, kernels) in stacks.items()
+        ]
         for arm in arms[2:]:
             if not all(one["sha256"] for one in _activation(arm)):
                 raise SystemExit(f"The worker of {arm.name} loaded no kernel: see its log above.")
@@ -169,6 +170,8 @@ def _start(
         environment | {"VLLM_SERVER_DEV_MODE": "1"},
     )
     stack.callback(child.stop)
+    # One after the other: side by side all would be slower, and compile the same twice.
+    child.wait_until_answers(f"http://127.0.0.1:{port}/health", 1200)
     return Arm(name, Server(f"http://127.0.0.1:{port}", manifest.served_model), child)
 
 
@@ -199,9 +202,7 @@ async def _decode(client: httpx.AsyncClient, server: Server, batch: int, steps: 
     """Median seconds between the tokens of a stream, while all streams of the batch are under way."""
     streams = await asyncio.gather(*(_stream(client, server, PROMPT_TOKENS, steps + 4) for _ in range(batch)))
     begin, end = max(times[0] for times in streams), min(times[-1] for times in streams)
-    gaps = [
-        b - a for times in streams for a, b in zip(times, times[1:], strict=False) if a >= begin and b <= end
-    ]
+    gaps = [b - a for times in streams for a, b in pairwise(times) if a >= begin and b <= end]
     return statistics.median(gaps)
 
 
