@@ -121,8 +121,10 @@ void gather(const DLTensor* x, int64_t first, const Rows& rows, int64_t block) {
   }
 }
 
-void finish(const Weights& w, const Output& out, int64_t panel, int64_t row, F16 sum) {
+// From memory: sums that are handed over by value would live there all along.
+void finish(const Weights& w, const Output& out, int64_t panel, int64_t row, const float* made) {
   const int64_t channel = panel * LANES;
+  F16 sum = load(made);
   if (w.kind == Kind::int8) sum = sum * load(static_cast<const float*>(w.scale) + channel);
   const int64_t count = std::min<int64_t>(LANES, out.channels - channel);
   if (count == LANES) {
@@ -238,16 +240,19 @@ void stream(const Weights& w, const Output& out, const Rows& rows, int64_t panel
     }
     for (; k < w.k; k++, from += BYTES, x += R) step_k<KIND, R, P>(sums, from, stride, x);
   }
+  float made[P][R][LANES];
 #pragma GCC unroll 8
   for (int p = 0; p < P; p++)
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) finish(w, out, panel + p, row + r, sums[p][r]);
+    for (int r = 0; r < R; r++) store(made[p][r], sums[p][r]);
+  for (int p = 0; p < P; p++)
+    for (int r = 0; r < R; r++) finish(w, out, panel + p, row + r, made[p][r]);
 }
 
 // Panels that one pass takes together: enough independent sums to hide the latency of a multiply-add,
 // and few enough for the registers. int4 sums odd and even k apart instead.
 template <Kind KIND, int R>
-constexpr int PANELS = KIND == Kind::int4 ? (R == 1 ? 2 : 1) : R == 1 ? 4 : R <= 3 ? 2 : 1;
+constexpr int PANELS = KIND == Kind::int4 ? (R == 1 ? 2 : 1) : R == 1 ? 4 : R == 2 ? 2 : 1;
 
 template <Kind KIND, int R>
 void stream_range(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, int64_t row) {
@@ -369,7 +374,7 @@ void many_rows(const Weights& w, const Output& out, const Rows& rows, int64_t be
   }
   for (int64_t row = 0; row < rows.rows; row++)
     for (int64_t p = 0; p < panels; p++)
-      finish(w, out, begin + p, row, load(sums + (p * rows.rows + row) * LANES));
+      finish(w, out, begin + p, row, sums + (p * rows.rows + row) * LANES);
 }
 
 void prepare(const DLTensor* x, int64_t first, const Weights& w, const Rows& rows, int64_t block) {
