@@ -25,6 +25,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -47,12 +48,21 @@ from strop.kernels.library import write_library
 from strop.kernels.linear import quantise_int4
 from strop.pipelines.demo_model import fetch
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment
+from strop.serving.hardware import Scalar
 from strop.serving.home import home
 from strop.serving.process import Child, free_port
 from strop.serving.stack import Artifact, Stack, file_sha256
 
 GROUP = 64
 BATCHES = (1, 4, 16)
+ENGINE: dict[str, Scalar] = {
+    "max-model-len": 2048,
+    "max-num-batched-tokens": 4096,
+    "max-num-seqs": 16,
+    "max-logprobs": WHOLE_VOCABULARY,
+    "no-enable-prefix-caching": True,
+    "worker-extension-cls": "strop.kernels.vllm_plugin.WorkerExtension",
+}
 PROMPT_TOKENS = 32
 PREFILL_TOKENS = 1500
 TEXT = (
@@ -148,15 +158,7 @@ def _is_block_linear(name: str) -> bool:
 def _start(
     name: str, model: Path, dtype: str, kernels: bool, library: Path, folder: Path, stack: ExitStack
 ) -> Arm:
-    engine = {
-        "max-model-len": 2048,
-        "max-num-batched-tokens": 4096,
-        "max-num-seqs": 16,
-        "max-logprobs": WHOLE_VOCABULARY,
-        "no-enable-prefix-caching": True,
-        "worker-extension-cls": "strop.kernels.vllm_plugin.WorkerExtension",
-    }
-    manifest = Stack.build(model, name.replace(" ", "-"), dtype, engine)
+    manifest = Stack.build(model, name.replace(" ", "-"), dtype, ENGINE)
     if kernels:
         files = {path.name: file_sha256(path) for path in sorted(library.parent.iterdir())}
         artifact = Artifact(location=str(library.parent), files=files)
@@ -195,6 +197,7 @@ async def _measure(arms: list[Arm], rounds: int, steps: int) -> dict[str, dict[s
                 # The first round warms up.
                 for key, value in taken.items() if number else ():
                     found[arm.name].setdefault(key, []).append(value)
+                print(f"round {number}, {arm.name}: {taken}", file=sys.stderr)
     return found
 
 
