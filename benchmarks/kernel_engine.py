@@ -252,7 +252,9 @@ async def _divergence(arm: Arm, model: Path, reference: np.ndarray) -> float:
     async with httpx.AsyncClient() as client:
         scored = await score(client, arm.server, tokens, 1, WHOLE_VOCABULARY, 600)
     candidate = np.full_like(reference, -np.inf)
-    np.put_along_axis(candidate, scored.top.ids.astype(np.int64), scored.top.logprobs, axis=1)
+    # The last column is for a token that is not told, and all are.
+    ids, logprobs = scored.top.ids[:, :-1].astype(np.int64), scored.top.logprobs[:, :-1]
+    np.put_along_axis(candidate, ids, logprobs, axis=1)
     return float(full_distances(reference, candidate, tokens[1:]).kl.mean())
 
 
