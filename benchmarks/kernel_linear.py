@@ -47,7 +47,7 @@ from strop.kernels.linear import (
 
 GROUP = 64
 CACHE_BYTES = 96 << 20
-TURN_FLOP = 5e9
+TURN_FLOP = 2e9
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 KINDS = ("bf16", "int8", "int4")
 MODELS = {
@@ -95,14 +95,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="the small model, rows 1, 4 and 256")
+    parser.add_argument("--quick", action="store_true", help="the small model, rows 1, 4 and 256, 4 rounds")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--rounds", type=int, default=9, help="turns that every arm has")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     models = dict(list(MODELS.items())[:1]) if arguments.quick else MODELS
-    rows = (1, 4, 256) if arguments.quick else ROWS
+    rows, rounds = ((1, 4, 256), 4) if arguments.quick else (ROWS, arguments.rounds)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="strop-") as folder:
         library = build(linear_source(), Path(folder))
@@ -112,7 +112,7 @@ def main() -> None:
         errors: dict[str, float] = {}
         for name, shapes in models.items():
             for shape in shapes:
-                found = _measure(shape, rows, library, reader, floors, arguments.rounds)
+                found = _measure(shape, rows, library, reader, floors, rounds)
                 cells |= {(name, shape, arm, count): cell for (arm, count), cell in found.items()}
                 for kind, ratio in _errors(shape, library).items():
                     errors[kind] = max(errors.get(kind, 0.0), ratio)
@@ -174,7 +174,7 @@ class _Arm:
 
 
 def _calls_per_turn(copies: int, flop: float) -> int:
-    """All copies, but no more than half a second of the slowest arithmetic here."""
+    """All copies, but no more than a fraction of a second of the slowest arithmetic."""
     return min(copies, max(1, int(TURN_FLOP / flop)))
 
 

@@ -19,7 +19,8 @@ from strop.serving.home import write_atomic
 from strop.serving.stack import file_sha256
 
 MANIFEST = "kernels.json"
-_ISA_FLAGS = {"avx2": AVX2, "avx512": AVX512}
+Isa = Literal["avx2", "avx512"]
+_ISA_FLAGS: dict[Isa, tuple[str, ...]] = {"avx2": AVX2, "avx512": AVX512}
 
 
 class Object(BaseModel):
@@ -29,7 +30,7 @@ class Object(BaseModel):
 
     name: str
     """The function that it exports, which names the operator it serves too."""
-    isa: Literal["avx2", "avx512"]
+    isa: Isa
     file: str
     sha256: str
     source: str

@@ -53,7 +53,7 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         return
     if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
         # An embedding multiplies nothing, unless a model ties its head to it by using it as one.
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
         return
     try:
         packed = pack_bf16(weight.data)
@@ -62,9 +62,9 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         return
     if remove_weight:
         layer.weight = torch.nn.Parameter(packed.weight, requires_grad=False)
-        layer.cpu_linear = partial(_linear, packed.channels)
+        layer.cpu_linear = partial(_linear, packed.channels)  # type: ignore[assignment]
     else:
-        layer.cpu_linear = _bound(packed)
+        layer.cpu_linear = _bound(packed)  # type: ignore[assignment]
 
 
 def _linear(channels: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

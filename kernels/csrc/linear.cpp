@@ -17,6 +17,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 
@@ -32,6 +33,9 @@ constexpr int64_t BLOCK_ROWS = 40 * 6;
 constexpr int64_t BLOCK_K = 256;
 constexpr int64_t BLOCK_PANELS = 8;
 constexpr int64_t PREFETCH_BYTES = 1024;
+// So many products are summed before they are added to the rest: errors grow with the root of it and of
+// the number of such sums, instead of with the root of k.
+constexpr int64_t SUM_K = 32;
 
 enum class Kind { bf16, int8, int4 };
 
@@ -51,7 +55,7 @@ struct Weights {
 // Rows of x as float32, in blocks of at most MAX_ROWS rows that lie [k, rows].
 struct Rows {
   float* data;
-  // int4, few rows: the first value of each group's sum, [groups, rows] for each block.
+  // int4, few rows: the first value of every sum of SUM_K products, [K / SUM_K, rows] for each block.
   float* offsets;
   int64_t rows, blocks;
 
@@ -72,17 +76,17 @@ struct Output {
 constexpr float DIGIT_SCALE[8] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 0x1p-28f};
 
 void scale_digits(const Weights& w, const Rows& rows, int64_t block) {
-  const int64_t from = rows.begin(block), count = rows.begin(block + 1) - from, groups = w.k / w.group;
+  const int64_t from = rows.begin(block), count = rows.begin(block + 1) - from, parts = w.k / SUM_K;
   float* x = rows.data + from * w.k;
-  float* offsets = rows.offsets + from * groups;
-  for (int64_t g = 0; g < groups; g++)
+  float* offsets = rows.offsets + from * parts;
+  for (int64_t i = 0; i < parts; i++)
     for (int64_t r = 0; r < count; r++) {
       float sum = 0;
-      for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
+      for (int64_t k = i * SUM_K; k < (i + 1) * SUM_K; k++) {
         sum += k % 8 == 7 ? 0 : x[k * count + r];
         x[k * count + r] *= DIGIT_SCALE[k % 8];
       }
-      offsets[g * count + r] = -8 * sum;
+      offsets[i * count + r] = -8 * sum;
     }
 }
 
@@ -120,8 +124,10 @@ void gather(const DLTensor* x, int64_t first, const Rows& rows, int64_t block) {
   }
 }
 
-void finish(const Weights& w, const Output& out, int64_t panel, int64_t row, F16 sum) {
+// From memory: sums that are handed over by value would live there all along.
+void finish(const Weights& w, const Output& out, int64_t panel, int64_t row, const float* made) {
   const int64_t channel = panel * LANES;
+  F16 sum = load(made);
   if (w.kind == Kind::int8) sum = sum * load(static_cast<const float*>(w.scale) + channel);
   const int64_t count = std::min<int64_t>(LANES, out.channels - channel);
   if (count == LANES) {
@@ -192,17 +198,19 @@ void stream(const Weights& w, const Output& out, const Rows& rows, int64_t panel
   if constexpr (KIND == Kind::int4) {
     const uint16_t* scales = w.scales4(panel);
     const int64_t groups = w.k / w.group;
-    const float* offsets = rows.offsets + row * groups;
-    for (int64_t g = 0; g < groups; g++) {
+    const int64_t blocks = w.k / SUM_K, blocks_per_group = w.group / SUM_K;
+    const float* offsets = rows.offsets + row * blocks;
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t g = block / blocks_per_group;
       F16 part[P][R], other[P][R];
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-          part[p][r] = all(offsets[g * R + r]);
+          part[p][r] = all(offsets[block * R + r]);
           other[p][r] = zero();
         }
-      for (int64_t i = 0; i < w.group; i += 8) {
+      for (int64_t i = 0; i < SUM_K; i += 8) {
         I16 packed[P];
         prefetch<P>(from, stride);
 #pragma GCC unroll 8
@@ -227,26 +235,40 @@ void stream(const Weights& w, const Output& out, const Rows& rows, int64_t panel
     }
   } else {
     constexpr int BYTES = KIND == Kind::bf16 ? 32 : 16, LINE = 64 / BYTES;
-    int64_t k = 0;
-    for (; k + LINE <= w.k; k += LINE) {
-      prefetch<P>(from, stride);
+    for (int64_t k = 0; k < w.k;) {
+      const int64_t end = std::min(w.k, k + SUM_K);
+      F16 part[P][R];
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) part[p][r] = zero();
+      for (; k + LINE <= end; k += LINE) {
+        prefetch<P>(from, stride);
 #pragma GCC unroll 4
-      for (int i = 0; i < LINE; i++) step_k<KIND, R, P>(sums, from + i * BYTES, stride, x + i * R);
-      from += 64;
-      x += LINE * R;
+        for (int i = 0; i < LINE; i++) step_k<KIND, R, P>(part, from + i * BYTES, stride, x + i * R);
+        from += 64;
+        x += LINE * R;
+      }
+      for (; k < end; k++, from += BYTES, x += R) step_k<KIND, R, P>(part, from, stride, x);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sums[p][r] = sums[p][r] + part[p][r];
     }
-    for (; k < w.k; k++, from += BYTES, x += R) step_k<KIND, R, P>(sums, from, stride, x);
   }
+  float made[P][R][LANES];
 #pragma GCC unroll 8
   for (int p = 0; p < P; p++)
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) finish(w, out, panel + p, row + r, sums[p][r]);
+    for (int r = 0; r < R; r++) store(made[p][r], sums[p][r]);
+  for (int p = 0; p < P; p++)
+    for (int r = 0; r < R; r++) finish(w, out, panel + p, row + r, made[p][r]);
 }
 
 // Panels that one pass takes together: enough independent sums to hide the latency of a multiply-add,
 // and few enough for the registers. int4 sums odd and even k apart instead.
 template <Kind KIND, int R>
-constexpr int PANELS = KIND == Kind::int4 ? (R == 1 ? 2 : 1) : R == 1 ? 4 : R <= 3 ? 2 : 1;
+constexpr int PANELS = KIND == Kind::int4 ? (R == 1 ? 2 : 1) : R == 1 ? 4 : R == 2 ? 2 : 1;
 
 template <Kind KIND, int R>
 void stream_range(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, int64_t row) {
@@ -319,15 +341,18 @@ void unpack(const Weights& w, int64_t panel, int64_t k, int64_t count, float* to
 // R rows times one unpacked panel, added to sums [R, 16] that lie in memory.
 template <int R>
 void multiply(const float* x, const float* weights, int64_t count, float* sums) {
-  F16 part[1][R];
+  for (int64_t k = 0; k < count;) {
+    const int64_t end = std::min(count, k + SUM_K);
+    F16 part[1][R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) part[0][r] = load(sums + r * LANES);
-  for (int64_t k = 0; k < count; k++) {
-    const F16 row[1] = {load(weights + k * LANES)};
-    step<R, 1>(part, row, x + k * R);
+    for (int r = 0; r < R; r++) part[0][r] = zero();
+    for (; k < end; k++) {
+      const F16 row[1] = {load(weights + k * LANES)};
+      step<R, 1>(part, row, x + k * R);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) store(sums + r * LANES, load(sums + r * LANES) + part[0][r]);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) store(sums + r * LANES, part[0][r]);
 }
 
 void multiply_any(int64_t rows, const float* x, const float* weights, int64_t count, float* sums) {
@@ -349,59 +374,74 @@ void multiply_any(int64_t rows, const float* x, const float* weights, int64_t co
   }
 }
 
+// At most BLOCK_PANELS panels for all rows.
 void many_rows(const Weights& w, const Output& out, const Rows& rows, int64_t begin, int64_t end, float* scratch) {
   float* unpacked = scratch;
   float* sums = scratch + BLOCK_K * LANES;
-  for (int64_t first = begin; first < end; first += BLOCK_PANELS) {
-    const int64_t panels = std::min(BLOCK_PANELS, end - first);
-    std::fill_n(sums, panels * rows.rows * LANES, 0.0f);
-    for (int64_t k = 0; k < w.k; k += BLOCK_K) {
-      const int64_t count = std::min(BLOCK_K, w.k - k);
-      for (int64_t p = 0; p < panels; p++) {
-        unpack(w, first + p, k, count, unpacked);
-        for (int64_t block = 0; block < rows.blocks; block++) {
-          const int64_t row = rows.begin(block), height = rows.begin(block + 1) - row;
-          multiply_any(height, rows.data + row * w.k + k * height, unpacked, count,
-                       sums + (p * rows.rows + row) * LANES);
-        }
+  const int64_t panels = end - begin;
+  std::fill_n(sums, panels * rows.rows * LANES, 0.0f);
+  for (int64_t k = 0; k < w.k; k += BLOCK_K) {
+    const int64_t count = std::min(BLOCK_K, w.k - k);
+    for (int64_t p = 0; p < panels; p++) {
+      unpack(w, begin + p, k, count, unpacked);
+      for (int64_t block = 0; block < rows.blocks; block++) {
+        const int64_t row = rows.begin(block), height = rows.begin(block + 1) - row;
+        multiply_any(height, rows.data + row * w.k + k * height, unpacked, count,
+                     sums + (p * rows.rows + row) * LANES);
       }
     }
-    for (int64_t row = 0; row < rows.rows; row++)
-      for (int64_t p = 0; p < panels; p++)
-        finish(w, out, first + p, row, load(sums + (p * rows.rows + row) * LANES));
+  }
+  for (int64_t row = 0; row < rows.rows; row++)
+    for (int64_t p = 0; p < panels; p++)
+      finish(w, out, begin + p, row, sums + (p * rows.rows + row) * LANES);
+}
+
+void prepare(const DLTensor* x, int64_t first, const Weights& w, const Rows& rows, int64_t block) {
+  is_bf16(x) ? gather<true>(x, first, rows, block) : gather<false>(x, first, rows, block);
+  if (rows.offsets) scale_digits(w, rows, block);
+}
+
+int64_t blocks_of(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+
+// Threads take panels as they come: one that has to wait for its core does not keep the others.
+void multiply_few(const DLTensor* x, const Weights& w, const Output& out) {
+  std::atomic<int64_t> next{0};
+#pragma omp parallel
+  {
+    // Every thread has rows of its own: converting a few again costs less than waiting for each other.
+    thread_local Scratch scratch;
+    const int64_t count = x->shape[0];
+    float* gathered = scratch.floats(count * (w.k + w.k / SUM_K));
+    const Rows rows{gathered, w.group ? gathered + count * w.k : nullptr, count, blocks_of(count)};
+    for (int64_t block = 0; block < rows.blocks; block++) prepare(x, 0, w, rows, block);
+    const int64_t share = std::max<int64_t>(4, w.panels / (8 * omp_get_num_threads()) / 4 * 4);
+    for (int64_t begin; (begin = next.fetch_add(share)) < w.panels;) {
+      const int64_t end = std::min(w.panels, begin + share);
+      if (w.kind == Kind::bf16) few_rows<Kind::bf16>(w, out, rows, begin, end);
+      else if (w.kind == Kind::int8) few_rows<Kind::int8>(w, out, rows, begin, end);
+      else few_rows<Kind::int4>(w, out, rows, begin, end);
+    }
   }
 }
 
-void multiply_threads(const DLTensor* x, const Weights& w, const Output& out) {
+void multiply_many(const DLTensor* x, const Weights& w, const Output& out) {
   thread_local Scratch shared;
-  const bool bf16 = is_bf16(x);
   const int64_t all_rows = x->shape[0];
-  const bool few = all_rows <= FEW_ROWS;
+  float* gathered = shared.floats(std::min(BLOCK_ROWS, all_rows) * w.k);
   for (int64_t first = 0; first < all_rows; first += BLOCK_ROWS) {
     const int64_t count = std::min(BLOCK_ROWS, all_rows - first);
-    float* gathered = shared.floats(count * (w.k + (w.group ? w.k / w.group : 0)));
-    const Rows rows{gathered, gathered + count * w.k, count, (count + MAX_ROWS - 1) / MAX_ROWS};
+    const Rows rows{gathered, nullptr, count, blocks_of(count)};
     Output part = out;
     part.data += first * out.row_stride * (out.bf16 ? 2 : 4);
+    std::atomic<int64_t> next{0};
 #pragma omp parallel
     {
-      const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-      for (int64_t block = me; block < rows.blocks; block += threads) {
-        bf16 ? gather<true>(x, first, rows, block) : gather<false>(x, first, rows, block);
-        if (few && w.kind == Kind::int4) scale_digits(w, rows, block);
-      }
-#pragma omp barrier
-      const int64_t begin = w.panels * me / threads, end = w.panels * (me + 1) / threads;
-      if (!few) {
-        thread_local Scratch own;
-        many_rows(w, part, rows, begin, end, own.floats((BLOCK_K + BLOCK_PANELS * BLOCK_ROWS) * LANES));
-      } else if (w.kind == Kind::bf16) {
-        few_rows<Kind::bf16>(w, part, rows, begin, end);
-      } else if (w.kind == Kind::int8) {
-        few_rows<Kind::int8>(w, part, rows, begin, end);
-      } else {
-        few_rows<Kind::int4>(w, part, rows, begin, end);
-      }
+#pragma omp for schedule(static)
+      for (int64_t block = 0; block < rows.blocks; block++) prepare(x, first, w, rows, block);
+      thread_local Scratch own;
+      float* scratch = own.floats((BLOCK_K + BLOCK_PANELS * BLOCK_ROWS) * LANES);
+      for (int64_t begin; (begin = next.fetch_add(BLOCK_PANELS)) < w.panels;)
+        many_rows(w, part, rows, begin, std::min(w.panels, begin + BLOCK_PANELS), scratch);
     }
   }
 }
@@ -432,7 +472,7 @@ STROP_KERNEL linear(const DLTensor* const* in, int n_in, DLTensor* const* output
       w.kind = Kind::int4;
       if (scale->ndim != 3 || scale->shape[0] != panels || scale->shape[2] != LANES || scale->shape[1] < 1) return 9;
       w.group = k / scale->shape[1];
-      if (packed->shape[1] * 8 != k || w.group * scale->shape[1] != k || w.group % 8) return 10;
+      if (packed->shape[1] * 8 != k || w.group * scale->shape[1] != k || w.group % SUM_K) return 10;
     } else {
       return 11;
     }
@@ -446,6 +486,6 @@ STROP_KERNEL linear(const DLTensor* const* in, int n_in, DLTensor* const* output
   }
   if (next != n_in) return 13;
   if (rows == 0 || channels == 0) return 0;
-  multiply_threads(x, w, out);
+  x->shape[0] <= FEW_ROWS ? multiply_few(x, w, out) : multiply_many(x, w, out);
   return 0;
 }
