@@ -9,7 +9,7 @@ from strop.kernels.verify import CHECKS
 
 from .conftest import isolated
 
-pytestmark = isolated
+pytestmark = [isolated, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("cheat", planted(), ids=lambda cheat: f"{cheat.item}-{cheat.name}")

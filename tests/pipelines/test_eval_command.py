@@ -41,18 +41,35 @@ seen: list[Bench] = []
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stacks are not started: whatever is served, is served at an address where nothing is asked."""
 
-    @contextmanager
-    def fleet(settings: Settings, home: Path, first: Stack) -> Iterator[str]:
-        yield "fleet"
+    class Fleet:
+        def __init__(self) -> None:
+            self.served: list[str] = []
 
-    def in_fleet(fleet: Any, arm: Any, wanted: Stack, while_used: Any) -> Side:
-        return Side(arm, wanted, f"http://127.0.0.1:9/{wanted.fingerprint[:4]}")
+        def stacks(self) -> list[str]:
+            return self.served
+
+        def remove(self, stack: Stack) -> None:
+            self.served.remove(stack.fingerprint)
+
+    @contextmanager
+    def fleet(settings: Settings, home: Path, first: Stack) -> Iterator[Fleet]:
+        yield Fleet()
+
+    @contextmanager
+    def leased(fleet: Fleet, stack: Stack) -> Iterator[str]:
+        fleet.served.append(stack.fingerprint)
+        yield "http://127.0.0.1:9"
+
+    def side_in(fleet: Fleet, arm: Any, stack: Stack) -> Side:
+        assert stack.fingerprint in fleet.served
+        return Side(arm, stack, f"http://127.0.0.1:9/{stack.fingerprint[:4]}")
 
     seen.clear()
     sys.modules.setdefault(Fake.__module__, sys.modules[__name__])
     monkeypatch.setattr(suite, "PARTS", {"fake": f"{Fake.__module__}:Fake"})
     monkeypatch.setattr(evaluating, "_fleet", fleet)
-    monkeypatch.setattr(evaluating, "_in_fleet", in_fleet)
+    monkeypatch.setattr(evaluating, "leased", leased)
+    monkeypatch.setattr(evaluating, "side_in", side_in)
     monkeypatch.chdir(tmp_path)
 
 
