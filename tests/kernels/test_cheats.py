@@ -22,7 +22,9 @@ def test_a_cheat_is_rejected_for_what_it_does(cheat: Cheat, objects: Path) -> No
     assert cheat.caught(found)
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize(
+    "turn", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_an_honest_kernel_is_right_each_time(turn: int, objects: Path) -> None:
     found = quickly(kernel(HONEST), objects)
     assert found.correct, found.failure
