@@ -137,7 +137,8 @@ def served(trial: Trial) -> str:
     """Every served shape, at both ends of guarded memory: right, and not refused."""
     for shape in trial.contract.served:
         inputs = trial.make(shape)
-        for flush in ("end", "start"):
+        flushes: tuple[Flush, ...] = ("end", "start")
+        for flush in flushes:
             _at(shape, lambda: _must_take(trial, inputs, flush))  # noqa: B023
     return f"{len(trial.contract.served)} shapes between guard pages"
 
@@ -186,8 +187,9 @@ def exact(trial: Trial) -> str:
         inputs = trial.contract.exact(shape, trial.contract.dtype, trial.numbers)
         (placed,) = trial.place([inputs])
         outputs = trial.outputs(placed, inputs)
-        if outputs is None or (wrong := exactly(outputs, trial.contract.truth(inputs))):
-            raise Wrong(f"{words(shape)}: {wrong if outputs is not None else 'it refuses a served shape'}")
+        refused = "it refuses a served shape" if outputs is None else None
+        if wrong := refused or exactly(outputs or (), trial.contract.truth(inputs)):
+            raise Wrong(f"{words(shape)}: {wrong}")
     return "bit for bit"
 
 

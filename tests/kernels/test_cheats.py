@@ -1,11 +1,14 @@
 """Each known cheat is rejected, by the check that is there for it; honest kernels are not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from strop.kernels.cheats import CONTRACT, HONEST, Cheat, kernel, planted, quickly
-from strop.kernels.verify import CHECKS
+from strop.kernels.contract import Tensors
+from strop.kernels.verify import CHECKS, verify
 
 from .conftest import isolated
 
@@ -31,3 +34,17 @@ def test_an_honest_kernel_is_right_each_time(turn: int, objects: Path) -> None:
     assert tuple(check.name for check in found.checks) == CHECKS
     assert all(timing.complete for timing in found.timings)
     assert len(found.timings) == len(CONTRACT.served)
+
+
+def test_an_object_that_is_exchanged_while_it_is_verified_is_seen(tmp_path: Path) -> None:
+    """Item 18: what was timed is not what lies there."""
+
+    def exchanges(x: Tensor, weight: Tensor) -> Tensors:
+        for path in tmp_path.glob("kernel-*.so"):
+            path.write_bytes(b"another object")
+        return CONTRACT.reference(x, weight)
+
+    contract = replace(CONTRACT, reference=exchanges)
+    found = verify(kernel(HONEST), contract, tmp_path, rounds=1, burst_s=0.001)
+    assert found.failure and found.failure.name == "object"
+    assert not found.correct
