@@ -7,6 +7,7 @@ raises Wrong. The expected outputs stay in this process.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -139,7 +140,7 @@ def served(trial: Trial) -> str:
         inputs = trial.make(shape)
         flushes: tuple[Flush, ...] = ("end", "start")
         for flush in flushes:
-            _at(shape, lambda: _must_take(trial, inputs, flush))  # noqa: B023
+            _at(shape, partial(_must_take, trial, inputs, flush))
     return f"{len(trial.contract.served)} shapes between guard pages"
 
 
@@ -269,7 +270,7 @@ def in_place(trial: Trial) -> str:
         return "the operator is served with memory of its own"
     for shape in trial.contract.served:
         inputs = trial.make(shape)
-        _at(shape, lambda: trial.attempt(inputs, in_place=True))  # noqa: B023
+        _at(shape, partial(trial.attempt, inputs, in_place=True))
     return f"{len(trial.contract.in_place)} pairs"
 
 
@@ -309,7 +310,7 @@ def fresh(trial: Trial) -> str:
     """Every served shape once more, with inputs never seen: for after the kernel was timed."""
     for shape in trial.contract.served:
         inputs = trial.make(shape)
-        _at(shape, lambda: _must_take(trial, inputs, "end"))  # noqa: B023
+        _at(shape, partial(_must_take, trial, inputs, "end"))
     return f"{len(trial.contract.served)} shapes"
 
 
