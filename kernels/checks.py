@@ -7,6 +7,7 @@ raises Wrong. The expected outputs stay in this process.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,8 +138,9 @@ def served(trial: Trial) -> str:
     """Every served shape, at both ends of guarded memory: right, and not refused."""
     for shape in trial.contract.served:
         inputs = trial.make(shape)
-        for flush in ("end", "start"):
-            _at(shape, lambda: _must_take(trial, inputs, flush))  # noqa: B023
+        flushes: tuple[Flush, ...] = ("end", "start")
+        for flush in flushes:
+            _at(shape, partial(_must_take, trial, inputs, flush))
     return f"{len(trial.contract.served)} shapes between guard pages"
 
 
@@ -186,8 +188,9 @@ def exact(trial: Trial) -> str:
         inputs = trial.contract.exact(shape, trial.contract.dtype, trial.numbers)
         (placed,) = trial.place([inputs])
         outputs = trial.outputs(placed, inputs)
-        if outputs is None or (wrong := exactly(outputs, trial.contract.truth(inputs))):
-            raise Wrong(f"{words(shape)}: {wrong if outputs is not None else 'it refuses a served shape'}")
+        refused = "it refuses a served shape" if outputs is None else None
+        if wrong := refused or exactly(outputs or (), trial.contract.truth(inputs)):
+            raise Wrong(f"{words(shape)}: {wrong}")
     return "bit for bit"
 
 
@@ -267,7 +270,7 @@ def in_place(trial: Trial) -> str:
         return "the operator is served with memory of its own"
     for shape in trial.contract.served:
         inputs = trial.make(shape)
-        _at(shape, lambda: trial.attempt(inputs, in_place=True))  # noqa: B023
+        _at(shape, partial(trial.attempt, inputs, in_place=True))
     return f"{len(trial.contract.in_place)} pairs"
 
 
@@ -307,7 +310,7 @@ def fresh(trial: Trial) -> str:
     """Every served shape once more, with inputs never seen: for after the kernel was timed."""
     for shape in trial.contract.served:
         inputs = trial.make(shape)
-        _at(shape, lambda: _must_take(trial, inputs, "end"))  # noqa: B023
+        _at(shape, partial(_must_take, trial, inputs, "end"))
     return f"{len(trial.contract.served)} shapes"
 
 

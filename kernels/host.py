@@ -344,10 +344,13 @@ def _state(task: Path) -> str:
 
 def _meaning(how: str) -> str:
     number = how.removeprefix("signal ")
-    if how.startswith("signal ") and number.isdigit():
-        known = {signal.SIGSEGV: "it touched memory that is not its own", signal.SIGABRT: "it gave up"}
-        return f"{how}: {known.get(int(number), signal.strsignal(int(number)))}"
-    return how
+    if not (how.startswith("signal ") and number.isdigit()):
+        return how
+    known: dict[int, str] = {
+        signal.SIGSEGV: "it touched memory that is not its own",
+        signal.SIGABRT: "it gave up",
+    }
+    return f"{how}: {known.get(int(number)) or signal.strsignal(int(number))}"
 
 
 def _write_all(fd: int, data: bytes) -> None:

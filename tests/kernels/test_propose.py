@@ -109,6 +109,7 @@ def test_nonsense_wrong_good_slower(tmp_path: Path, measured: dict[str, float]) 
 
 
 @isolated
+@pytest.mark.slow
 def test_a_loop_goes_on_where_it_was_and_ends_with_its_budget(
     tmp_path: Path, measured: dict[str, float]
 ) -> None:
@@ -160,6 +161,7 @@ def test_the_compiler_reads_no_file_for_a_source(how: str, objects: Path) -> Non
 
 
 @isolated
+@pytest.mark.slow
 def test_parameters_are_found_by_measuring_and_wrong_ones_are_not_chosen(tmp_path: Path) -> None:
     code = """
 KERNEL {
