@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from strop.evals.distances import full_distances
 from strop.evals.reference_logits import WHOLE_VOCABULARY, score
 from strop.evals.replay import Server
-from strop.kernels.library import write_library
+from strop.kernels.bundle import write_library
 from strop.kernels.linear import quantise_int4
 from strop.pipelines.demo_model import fetch
 from strop.serving.engine import cores_of_replica, engine_command, engine_environment

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from strop.kernels.library import LibraryError, activation, load_library
+from strop.kernels.bundle import LibraryError, activation, load_library
 
 VARIABLE = "STROP_KERNELS"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.kernels import vllm_plugin
-from strop.kernels.library import activation, load_library, write_library
+from strop.kernels.bundle import activation, load_library, write_library
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kernel_engine.py"
 

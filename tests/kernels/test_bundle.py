@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.kernels.library import LibraryError, activation, load_library, write_library
+from strop.kernels.bundle import LibraryError, activation, load_library, write_library
 from strop.kernels.linear import pack_bf16, pack_int4, pack_int8, quantise_int4, quantise_int8
 
 

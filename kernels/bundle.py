@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import library
 
 from strop.kernels.build import AVX2, AVX512, CSRC, BuildError, Source, build, native_flags
 from strop.kernels.linear import linear_source
@@ -123,7 +124,7 @@ def load_library(manifest: Path) -> None:
         _operators.strop_attach_linear.restype = ctypes.c_char_p
         for name in ("strop_calls_linear", "strop_refusals_linear"):
             getattr(_operators, name).restype = ctypes.c_int64
-        torch.library.register_fake("strop_kernels::linear", _linear_shape)
+        library.register_fake("strop_kernels::linear", _linear_shape)
     for kernel in content.kernels:
         if kernel.isa != isa or kernel.name != "linear" or _loaded.get(kernel.name) == kernel.sha256:
             continue
