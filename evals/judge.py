@@ -69,8 +69,7 @@ def judge(
     gates = [
         _enough_data(found.pairs, settings),
         _no_new_errors(found.pairs),
-        *([_lossless(found.losslessness)] if found.losslessness else []),
-        _sampled_alike(found.sampled),
+        *([_lossless(found.losslessness), _sampled_alike(found.sampled)] if found.losslessness else []),
         _faster(comparisons, found.pairs, settings),
     ]
     if all(gate.passed for gate in gates):

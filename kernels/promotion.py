@@ -35,7 +35,7 @@ class _Frozen(BaseModel):
 
 
 class Ran(_Frozen):
-    """What one worker of the engine says that it ran: `library.Activation`, and whose."""
+    """What one worker of the engine says that it ran: `bundle.Activation`, and whose."""
 
     worker: str
     name: str

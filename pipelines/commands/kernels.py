@@ -115,7 +115,7 @@ def verify(
         if operator not in CONTRACTS:
             raise typer.BadParameter(f"is one of {', '.join(CONTRACTS)}", param_hint="--operator")
         contract = CONTRACTS[operator]
-        source = Source(contract.name, Path(kernel).read_text())
+        source = Source(contract.name, Path(kernel).read_text(encoding="utf-8", errors="replace"))
     else:
         record = _promotions().get(kernel).record
         contract = replace(CONTRACTS[record.contract], served=record.served)
